@@ -1,0 +1,155 @@
+"""The adaptor: mirrored K/V projections of the slot rows, the only trained weights (arXiv 2608.30252, section 3)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from masw.config import ModelConfig
+from masw.decoder import Decoder
+from masw.errors import UsageError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class AdaptorInfo:
+    """What an adaptor file says about itself."""
+
+    base: str  # name of the draft model that it was copied from
+    strides: tuple[int, ...]  # r that it was trained for; empty: untrained, serves any
+    slot_input: str = "mean"  # mean: mean of the r raw embeddings a slot closes; token: a reserved token's; learned: own vector
+    slot_token: int = 0  # the reserved token, for slot_input == "token"
+    mirror: str = "kv"  # kv, or qkv: slot rows have their own query projection too
+    provenance: dict[str, Any] = field(default_factory=dict)  # commit, data hash, tokens seen, recipe, measure
+
+    def __post_init__(self) -> None:
+        if self.slot_input not in ("mean", "token", "learned"):
+            raise UsageError(f"slot input '{self.slot_input}' is unknown; use mean, token or learned")
+        if self.mirror not in ("kv", "qkv"):
+            raise UsageError(f"mirror '{self.mirror}' is unknown; use kv or qkv")
+
+
+class Adaptor(nn.Module):
+    """Per layer W_K,g and W_V,g (and W_Q,g with mirror qkv), with biases where the backbone has them.
+
+    Weights are [layers, width, hidden], width = 2 * kv_width for kv; starts as a copy of the backbone's own projections.
+    """
+
+    def __init__(self, config: ModelConfig, info: AdaptorInfo, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.info = config, info
+        rows = 2 * config.kv_width
+        self.kv = nn.Parameter(torch.empty(config.layers, rows, config.hidden, dtype=dtype, device=device))
+        self.kv_bias = _optional(config.qkv_bias, (config.layers, rows), dtype, device)
+        wide = info.mirror == "qkv"
+        self.q = _optional(wide, (config.layers, config.q_width, config.hidden), dtype, device)
+        self.q_bias = _optional(wide and config.qkv_bias, (config.layers, config.q_width), dtype, device)
+        self.slot_embedding = _optional(info.slot_input == "learned", (config.hidden,), dtype, device)
+
+    @staticmethod
+    @torch.no_grad()
+    def copied(decoder: Decoder, info: AdaptorInfo, *, dtype: torch.dtype | None = None) -> Adaptor:
+        """The untrained adaptor: slot rows go through the backbone's own projections. Training in fp32 passes `dtype`."""
+        c = decoder.config
+        adaptor = Adaptor(c, info, dtype=dtype or decoder.dtype, device=decoder.device)
+        for index, layer in enumerate(decoder.weights.layers):
+            adaptor.kv[index].copy_(layer.qkv[c.q_width :])
+            if adaptor.q is not None:
+                adaptor.q[index].copy_(layer.qkv[: c.q_width])
+            if layer.qkv_bias is not None and adaptor.kv_bias is not None:
+                adaptor.kv_bias[index].copy_(layer.qkv_bias[c.q_width :])
+                if adaptor.q_bias is not None:
+                    adaptor.q_bias[index].copy_(layer.qkv_bias[: c.q_width])
+        if adaptor.slot_embedding is not None:
+            adaptor.slot_embedding.copy_(decoder.weights.embed[info.slot_token])
+        return adaptor.requires_grad_(False)
+
+    def slot_input(self, sources: Tensor, embed: Tensor) -> Tensor:
+        """Input embedding of slots [B, n, H]; `sources` [B, n, r] are the raw tokens that each one closes."""
+        if self.info.slot_input == "mean":
+            return F.embedding(sources, embed).mean(dim=2)
+        row = embed[self.info.slot_token] if self.slot_embedding is None else self.slot_embedding.to(embed.dtype)
+        return row.expand(*sources.shape[:2], -1)
+
+    def project(self, layer: int, h: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Mirrored q (None: the backbone's), k and v of slot rows; h [B, n, H], each result [B, n, width]."""
+        bias = None if self.kv_bias is None else self.kv_bias[layer].to(h.dtype)
+        k, v = F.linear(h, self.kv[layer].to(h.dtype), bias).chunk(2, dim=-1)
+        if self.q is None:
+            return None, k, v
+        q_bias = None if self.q_bias is None else self.q_bias[layer].to(h.dtype)
+        return F.linear(h, self.q[layer].to(h.dtype), q_bias), k, v
+
+    def serves(self, stride: int) -> bool:
+        return not self.info.strides or stride in self.info.strides
+
+    def save(self, path: Path, *, dtype: torch.dtype = torch.bfloat16, **provenance: Any) -> None:
+        """Writes a safetensors file under a temporary name and renames it."""
+        info = replace(self.info, provenance={**self.info.provenance, **provenance})
+        shape = {"layers": self.config.layers, "kv_width": self.config.kv_width, "hidden": self.config.hidden}
+        metadata = {"format": "pt", "masw": json.dumps({"version": FORMAT, "info": asdict(info), "shape": shape})}
+        tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in self.named_parameters()}
+        partial = path.with_name(path.name + ".partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(tensors, partial, metadata)
+            os.replace(partial, path)
+        except OSError as error:
+            raise UsageError(f"cannot write the adaptor to {path}: {error.strerror or error}; free some space or choose another path") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: Path, decoder: Decoder, *, base: str, stride: int | None = None, dtype: torch.dtype | None = None) -> Adaptor:
+        """Reads an adaptor for `decoder`. Raises UsageError when it was made for another model, shape or stride."""
+        info, shape = read_info(path)
+        c = decoder.config
+        if info.base != base:
+            raise UsageError(f"adaptor {path.name} belongs to the draft '{info.base}', not '{base}'; pass --adaptor none or one made for '{base}'")
+        mine = {"layers": c.layers, "kv_width": c.kv_width, "hidden": c.hidden}
+        if shape != mine:
+            raise UsageError(f"adaptor {path.name} has the shape {shape}, the draft '{base}' has {mine}; train one for this draft")
+        adaptor = Adaptor(c, info, dtype=dtype or decoder.dtype, device=decoder.device)
+        if stride is not None and not adaptor.serves(stride):
+            trained = ", ".join(map(str, info.strides))
+            raise UsageError(f"adaptor {path.name} was trained for stride {trained}, not {stride}; pass --stride {info.strides[0]} or --adaptor none")
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names = dict(adaptor.named_parameters())
+            if set(file.keys()) != set(names):
+                raise UsageError(f"adaptor {path.name} lacks or has extra tensors ({sorted(set(file.keys()) ^ set(names))}); train it again")
+            with torch.no_grad():
+                for name, parameter in names.items():
+                    stored = file.get_tensor(name)
+                    if stored.shape != parameter.shape:
+                        raise UsageError(f"adaptor {path.name}: {name} is {list(stored.shape)}, expected {list(parameter.shape)}; train it again")
+                    parameter.copy_(stored)
+        return adaptor.requires_grad_(False)
+
+
+def read_info(path: Path) -> tuple[AdaptorInfo, dict[str, int]]:
+    """Metadata of an adaptor file, without its weights. Raises UsageError for anything else."""
+    if not path.is_file():
+        raise UsageError(f"no adaptor at {path}; pass --adaptor none or the path of a .safetensors file that masw wrote")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            raw = json.loads((file.metadata() or {})["masw"])
+        info = raw["info"]
+        if raw["version"] != FORMAT:
+            raise UsageError(f"adaptor {path.name} has format {raw['version']}, this masw reads format {FORMAT}; update masw")
+        return AdaptorInfo(**{**info, "strides": tuple(info["strides"])}), raw["shape"]
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        raise UsageError(f"{path} is not an adaptor that masw wrote; pass --adaptor none or another file") from None
+
+
+def _optional(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) if wanted else None

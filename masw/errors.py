@@ -1,0 +1,21 @@
+"""Errors that a user can act on. The command line prints them as one line and exits with `exit_code`."""
+
+from __future__ import annotations
+
+
+class MaswError(Exception):
+    """A failure whose message is one plain line: what is wrong (with the offending numbers) and what to do next."""
+
+    exit_code = 3  # the run failed
+
+
+class UsageError(MaswError):
+    """The request itself is wrong: a bad option, file or combination. Nothing was started."""
+
+    exit_code = 2
+
+
+class Cancelled(MaswError):
+    """The caller asked to stop; what was produced up to then is kept by the caller."""
+
+    exit_code = 130

@@ -1,0 +1,288 @@
+"""The KV memory of one sequence: buffers, positions, rollback, bytes and events. What to keep is decided in `masw.policies`.
+
+Legend: B batch, T raw tokens of a block, N rows of a block (raw + slots), K keys, G KV heads, D head dim, S sinks, W window,
+R ring = W + rollback window, r stride.
+
+Storage of a layer, contiguous so that attention reads one slice without a copy:
+
+    [ ring: last R raw tokens, token j at j % R | sinks: S first raw tokens | slots, append-only ... ]       compact
+    [ raw token j at j ... ]                                                                               full
+
+The ring is longer than the window by the rollback window: a rejected block overwrites only entries that no accepted token
+needs, so `rollback` is a length change. Which entries a row sees follows from stored stamps, never from the place of an entry.
+
+Life of a memory: { begin -> extend for each layer -> end }*, then `rollback(n)` drops the last n raw tokens and `commit()` makes
+the rest final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from masw.adaptor import Adaptor
+from masw.attention import FEW_ROWS, additive_mask
+from masw.config import MemoryShape, ModelConfig
+from masw.errors import MaswError
+from masw.policies import NEVER, Rows, evicted, expiry, materialise, position, visible
+
+Listener = Callable[[str, int, int], None]  # (event kind, first position, count)
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """The slot rows of a block."""
+
+    adaptor: Adaptor
+    rows: Tensor  # [n] row of each slot in the interleaved block
+    order: Tensor  # [N] gathers the interleaved block from (raw rows, then slot rows)
+    sources: Tensor  # [B, n, r] raw tokens that each slot closes
+
+
+@dataclass(frozen=True)
+class Block:
+    """One forward's rows, as the decoder needs them."""
+
+    tokens: Tensor  # [B, T]
+    positions: Tensor  # [N] RoPE positions
+    mask: Tensor | None  # additive, see masw.attention; None: every key is seen
+    causal: bool  # plain causal attention over the block alone (an empty full memory)
+    raw_rows: Tensor | None  # [T] rows of the raw tokens; None: all rows are raw
+    slots: SlotRows | None
+
+
+@dataclass
+class _Pending:
+    """A block between begin and end."""
+
+    rows: Rows
+    places: Tensor  # [N] storage index of each row
+    staged: bool  # too wide for the ring: attention reads a joined copy, the survivors are written after it
+    survivors: Tensor | None  # rows that are written, when staged
+    live: int  # entries of storage in use after the block
+
+
+def block_of(tokens: Tensor, rows: Rows, times: Tensor, mask: Tensor | None, causal: bool, adaptor: Adaptor | None, history: Tensor) -> Block:
+    """Builds a Block. `history` [B, t] holds all raw tokens up to and including the block's (slots read theirs from it)."""
+    if not rows.boundaries or adaptor is None:
+        return Block(tokens, position(times), mask, causal, None, None)
+    device = tokens.device
+    is_slot = times % 2 == 0
+    raw_rows, slot_rows = (~is_slot).nonzero().flatten(), is_slot.nonzero().flatten()
+    order = torch.empty_like(times)
+    order[raw_rows] = torch.arange(rows.count, device=device)
+    order[slot_rows] = torch.arange(rows.count, rows.total, device=device)
+    first, last = rows.boundaries[0], rows.boundaries[-1]
+    sources = history[:, first - rows.stride : last].unflatten(1, (-1, rows.stride))
+    return Block(tokens, position(times), mask, causal, raw_rows, SlotRows(adaptor, slot_rows, order, sources))
+
+
+class Memory:
+    """KV memory of B equally long sequences for one decoder. `shape` says what it keeps (`MemoryShape()` keeps everything)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shape: MemoryShape,
+        *,
+        tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch: int = 1,
+        adaptor: Adaptor | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        """Allocates for `tokens` raw tokens; reading more grows the buffers."""
+        if shape.stride is not None and (adaptor is None or shape.window is None):
+            raise ValueError("slots need an adaptor and a window")
+        self.config, self.shape, self.adaptor, self.listener = config, shape, adaptor, listener
+        self.length = 0  # raw tokens held, accepted or not
+        self.committed = 0  # raw tokens that are final
+        capacity = shape.capacity(tokens)
+        self._kv = torch.empty(config.layers, 2, batch, config.kv_heads, capacity, config.head_dim, device=device, dtype=dtype)
+        self._born = torch.full((capacity,), NEVER, device=device)
+        self._expires = torch.full((capacity,), -1, device=device)
+        self._tokens = torch.empty(batch, max(tokens, 1), dtype=torch.long, device=device)
+        self._block: _Pending | None = None
+
+    # ---- sizes
+
+    @property
+    def ring(self) -> int:
+        return 0 if self.shape.window is None else self.shape.window + self.shape.rollback
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry over all layers: 2 * layers * batch * G * D * itemsize."""
+        layers, two, batch, heads, _, dim = self._kv.shape
+        return layers * two * batch * heads * dim * self._kv.element_size()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self._kv.nbytes
+
+    @property
+    def entries(self) -> int:
+        """Entries that the accepted and drafted tokens occupy."""
+        return self.shape.entries(self.length)
+
+    @property
+    def live_nbytes(self) -> int:
+        return self.entries * self.entry_bytes
+
+    # ---- a block
+
+    def begin(self, tokens: Tensor) -> Block:
+        """Opens a block of raw `tokens` [B, T]; due slots are put between them."""
+        if self._block is not None:
+            raise RuntimeError("begin called before the previous block ended")
+        count = tokens.shape[1]
+        if count == 0:
+            raise ValueError("a block needs at least one token")
+        rows = materialise(self.length, count, self.shape.stride)
+        after = self.length + count
+        self._reserve(after)
+        self._tokens[:, self.length : after] = tokens
+        times = torch.tensor(rows.times(), device=tokens.device)
+        places = self._places(times)
+        expires = expiry(times, self.shape)
+        live_before, live = self._live(self.length), self._live(after)
+        staged = bool(self.ring) and after - self.committed > self.shape.rollback
+        survivors = None
+        if staged:
+            born, ends = torch.cat([self._born[:live_before], times]), torch.cat([self._expires[:live_before], expires])
+            raw_ring = (times % 2 == 1) & (times >= 2 * self.shape.sinks + 1)
+            survivors = (~raw_ring | (times >= 2 * (after - self.ring) + 1)).nonzero().flatten()
+            self._born[places[survivors]], self._expires[places[survivors]] = times[survivors], expires[survivors]
+        else:
+            self._born[places], self._expires[places] = times, expires
+            born, ends = self._born[:live], self._expires[:live]
+        self._block = _Pending(rows, places, staged, survivors, live)
+        causal = self.shape.window is None and self.length == 0 and rows.total > FEW_ROWS
+        mask = None
+        if not causal and (self.shape.window is not None or rows.total > 1):
+            mask = additive_mask(visible(times, born, ends), self.config.group, self._kv.dtype)
+        return block_of(tokens, rows, times, mask, causal, self.adaptor, self._tokens[:, :after])
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the block's k and v [B, N, G, D] of one layer; returns all keys and values [B, G, K, D] to attend to."""
+        block = self._open()
+        keys, values = self._kv[layer]
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if not block.staged:
+            keys.index_copy_(2, block.places, k)
+            values.index_copy_(2, block.places, v)
+            return keys[:, :, : block.live], values[:, :, : block.live]
+        before = self._live(self.length)
+        seen = torch.cat([keys[:, :, :before], k], dim=2), torch.cat([values[:, :, :before], v], dim=2)
+        rows, places = block.survivors, block.places[block.survivors]
+        keys[:, :, places], values[:, :, places] = k[:, :, rows], v[:, :, rows]
+        return seen
+
+    def end(self) -> None:
+        """Closes the block: its tokens are held, not yet final."""
+        block = self._open()
+        self._block = None
+        self.length += block.rows.count
+        if block.rows.boundaries:
+            self._tell("materialise", block.rows.boundaries[0], len(block.rows.boundaries))
+
+    # ---- after a block
+
+    def commit(self) -> None:
+        """Makes all held tokens final; what leaves the window is gone for good."""
+        before = evicted(self.committed, self.shape)
+        gone = evicted(self.length, self.shape) - before
+        self.committed = self.length
+        if gone:
+            self._tell("evict", self.shape.sinks + before, gone)
+
+    def rollback(self, count: int) -> None:
+        """Drops the last `count` raw tokens and the slots born among them. A full memory can drop any number."""
+        if count == 0:
+            return
+        limit = self.length if self.shape.window is None else min(self.length - self.committed, self.shape.rollback)
+        if not 0 < count <= limit:
+            raise ValueError(f"cannot roll back {count} tokens: {limit} of {self.length} may be dropped ({self.committed} are final)")
+        self.length -= count
+        self.committed = min(self.committed, self.length)
+        self._forget(self.length)
+        self._tell("rollback", self.length, count)
+
+    def tokens(self) -> Tensor:
+        """Raw tokens held [B, t]."""
+        return self._tokens[:, : self.length]
+
+    def snapshot(self) -> tuple[Tensor, Tensor]:
+        """Content: stamps [n] in order and keys/values [layers, 2, B, G, n, D] of the entries that later rows may see."""
+        live = self._live(self.length)
+        born, expires = self._born[:live], self._expires[:live]
+        held = ((born <= 2 * self.length) & (expires >= 2 * self.length)).nonzero().flatten()
+        held = held[born[held].argsort()]
+        return born[held], self._kv[:, :, :, :, held]
+
+    def fork(self, listener: Listener | None = None) -> Memory:
+        """An independent copy, to continue the same prefix in several ways."""
+        twin = object.__new__(Memory)
+        twin.__dict__.update(self.__dict__)
+        twin.listener = listener
+        twin._kv, twin._born = self._kv.clone(), self._born.clone()
+        twin._expires, twin._tokens = self._expires.clone(), self._tokens.clone()
+        return twin
+
+    # ---- inside
+
+    def _open(self) -> _Pending:
+        if self._block is None:
+            raise RuntimeError("no block is open: call begin first")
+        return self._block
+
+    def _tell(self, kind: str, start: int, count: int) -> None:
+        if self.listener is not None:
+            self.listener(kind, start, count)
+
+    def _live(self, length: int) -> int:
+        """Entries of storage in use at `length` raw tokens, unused ring places included."""
+        return length if self.shape.window is None else self.ring + self.shape.sinks + self.shape.slots(length)
+
+    def _places(self, times: Tensor) -> Tensor:
+        raw = times // 2
+        if self.shape.window is None:
+            return raw
+        in_ring = torch.where(raw < self.shape.sinks, self.ring + raw, raw % self.ring)
+        if self.shape.stride is None:
+            return in_ring
+        slot = self.ring + self.shape.sinks + raw // self.shape.stride - 1
+        return torch.where(times % 2 == 0, slot, in_ring)
+
+    def _forget(self, length: int) -> None:
+        """Empties every entry that is younger than `length` raw tokens and their slots."""
+        self._born.masked_fill_(self._born > 2 * length, NEVER)
+
+    def _reserve(self, tokens: int) -> None:
+        """Grows the buffers by at least a half when `tokens` raw tokens would not fit."""
+        if tokens > self._tokens.shape[1]:
+            self._tokens = _grown(self._tokens, 1, max(tokens, self._tokens.shape[1] * 3 // 2))
+        need = self.shape.capacity(tokens)
+        have = self._kv.shape[4]
+        if need <= have:
+            return
+        size = max(need, have * 3 // 2)
+        try:
+            self._kv = _grown(self._kv, 4, size)
+        except RuntimeError as error:
+            raise MaswError(f"no memory for {size} KV entries ({size * self.entry_bytes / 2**20:.0f} MiB): {error}") from None
+        self._born = _grown(self._born, 0, size, NEVER)
+        self._expires = _grown(self._expires, 0, size, -1)
+
+
+def _grown(old: Tensor, dim: int, size: int, fill: int | None = None) -> Tensor:
+    shape = list(old.shape)
+    shape[dim] = size
+    new = old.new_empty(shape) if fill is None else old.new_full(shape, fill)
+    new.narrow(dim, 0, old.shape[dim]).copy_(old)
+    return new
