@@ -1,0 +1,115 @@
+"""Who proposes the next tokens. A drafter sees the accepted sequence, proposes a block, and is told how much of it was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from masw.decoder import Decoder
+from masw.memory import Memory
+from masw.prefill import Reader
+from masw.recorder import Recorder
+from masw.verify import Sampling, distribution, draw
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A drafted block."""
+
+    tokens: list[int]
+    q: Tensor | None = None  # [gamma, V], what each token was drawn from; None when greedy (one-hot)
+    confidence: tuple[float, ...] = ()  # q of each token; its softmax probability when greedy
+
+
+class Drafter(Protocol):
+    """`propose` never changes what is accepted; `settle` drops what was refused."""
+
+    memory: Memory | None
+
+    def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
+        """Reads the prompt; None when there is nothing to read."""
+        ...
+
+    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+        """Up to `gamma` tokens that continue `sequence` (accepted tokens, the last one not yet read by the target)."""
+        ...
+
+    def settle(self, length: int) -> None:
+        """The first `length` tokens of the sequence are final; forget all that came after them."""
+        ...
+
+
+class NoDraft:
+    """Proposes nothing: the loop then is autoregressive decoding."""
+
+    memory: Memory | None = None
+
+    def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
+        return None
+
+    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+        return Proposal([])
+
+    def settle(self, length: int) -> None:
+        """Nothing is held."""
+
+
+class ModelDraft:
+    """An independent draft model; what it remembers is its memory's business."""
+
+    def __init__(self, decoder: Decoder, memory: Memory, sampling: Sampling, random: Random, vocab: int) -> None:
+        """`vocab` is the width of the target's distribution; the draft's logits are cut or padded to it."""
+        self.memory: Memory = memory
+        self._decoder, self._sampling, self._random, self._vocab = decoder, sampling, random, vocab
+
+    def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
+        return Reader("draft", self._decoder, self.memory, prompt, recorder, chunk)
+
+    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+        tokens: list[int] = []
+        confidence: list[float] = []
+        rows: list[Tensor] = []
+        # One token as a rule; two after a fully accepted block, whose last token the draft has not read yet.
+        unread = list(sequence[self.memory.length :])
+        while len(tokens) < gamma and not stop():
+            with recorder.span() as span:
+                logits = self._step(unread)
+                if not tokens:
+                    self.memory.commit()  # what was unread is accepted text
+                if self._sampling.greedy:
+                    token = int(logits.argmax())
+                    belief = float((logits[token].float() - logits.float().logsumexp(0)).exp())
+                else:
+                    q = distribution(logits, self._sampling)
+                    token = draw(q, self._random.random())
+                    belief = float(q[token])
+                    rows.append(q)
+            position = len(sequence) + len(tokens)
+            read = len(unread)
+            recorder.add("draft", "draft", position, 1, ms=span.ms, nbytes=self.memory.live_nbytes, token=token, q=belief, read=read)
+            tokens.append(token)
+            confidence.append(belief)
+            unread = [token]
+        return Proposal(tokens, torch.stack(rows) if rows else None, tuple(confidence))
+
+    def settle(self, length: int) -> None:
+        self.memory.rollback(max(0, self.memory.length - length))
+        self.memory.commit()
+
+    def _step(self, unread: list[int]) -> Tensor:
+        """Next-token logits [V] after reading `unread`."""
+        hidden = self._decoder.forward(torch.tensor([unread], device=self._decoder.device), self.memory)
+        return aligned(self._decoder.logits(hidden[:, -1])[0], self._vocab)
+
+
+def aligned(logits: Tensor, vocab: int) -> Tensor:
+    """Cuts or pads draft logits [V'] to the target's [vocab]: checkpoints of one tokenizer are padded to different sizes."""
+    width = logits.shape[-1]
+    if width >= vocab:
+        return logits[..., :vocab]
+    return torch.nn.functional.pad(logits, (0, vocab - width), value=float("-inf"))

@@ -1,0 +1,51 @@
+"""The table of methods. A method is what the draft remembers (a memory shape), or that there is no draft; tests iterate the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from masw.config import MemoryShape
+from masw.errors import UsageError
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """The knobs a user may turn. Paper symbols S, W, r."""
+
+    sinks: int = 4
+    window: int = 512
+    stride: int = 8
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    title: str  # for tables and menus
+    shape: Callable[[MemoryOptions], MemoryShape] | None  # None: nothing is drafted
+
+    @property
+    def drafts(self) -> bool:
+        return self.shape is not None
+
+    def memory(self, options: MemoryOptions) -> MemoryShape:
+        if self.shape is None:
+            raise UsageError(f"method '{self.name}' drafts nothing and has no memory")
+        return self.shape(options)
+
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method("none", "autoregressive decoding", None),
+        Method("full", "draft with its full KV cache", lambda o: MemoryShape()),
+        Method("window", "draft with sinks + sliding window", lambda o: MemoryShape(o.sinks, o.window)),
+        Method("masw", "draft with sinks + window + memory slots", lambda o: MemoryShape(o.sinks, o.window, o.stride)),
+    )
+}
+
+
+def method_named(name: str) -> Method:
+    if name not in METHODS:
+        raise UsageError(f"method '{name}' is unknown; use one of {', '.join(METHODS)}")
+    return METHODS[name]
