@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,19 +77,17 @@ class Adaptor(nn.Module):
 
     def slot_input(self, sources: Tensor, embed: Tensor) -> Tensor:
         """Input embedding of slots [B, n, H]; `sources` [B, n, r] are the raw tokens that each one closes."""
-        if self.info.slot_input == "mean":
-            return F.embedding(sources, embed).mean(dim=2)
-        row = embed[self.info.slot_token] if self.slot_embedding is None else self.slot_embedding.to(embed.dtype)
-        return row.expand(*sources.shape[:2], -1)
+        return _slot_input(self.info, self.slot_embedding, sources, embed)
 
     def project(self, layer: int, h: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Mirrored q (None: the backbone's), k and v of slot rows; h [B, n, H], each result [B, n, width]."""
-        bias = None if self.kv_bias is None else self.kv_bias[layer].to(h.dtype)
-        k, v = F.linear(h, self.kv[layer].to(h.dtype), bias).chunk(2, dim=-1)
-        if self.q is None:
-            return None, k, v
-        q_bias = None if self.q_bias is None else self.q_bias[layer].to(h.dtype)
-        return F.linear(h, self.q[layer].to(h.dtype), q_bias), k, v
+        return _project(layer, h, self.kv, self.kv_bias, self.q, self.q_bias)
+
+    def unbound(self, dtype: torch.dtype) -> SlotWeights:
+        """The same weights cast once and cut into layers. For training: the gradient of `kv[layer]` is a tensor as large as all
+        layers together, for every layer."""
+        layers = (_unbind(w, dtype) for w in (self.kv, self.kv_bias, self.q, self.q_bias))
+        return SlotWeights(self.info, self.slot_embedding, *layers)
 
     def serves(self, stride: int) -> bool:
         return not self.info.strides or stride in self.info.strides
@@ -105,7 +104,9 @@ class Adaptor(nn.Module):
             save_file(tensors, partial, metadata)
             os.replace(partial, path)
         except OSError as error:
-            raise UsageError(f"cannot write the adaptor to {path}: {error.strerror or error}; free some space or choose another path") from None
+            raise UsageError(
+                f"cannot write the adaptor to {path}: {error.strerror or error}; free some space or choose another path"
+            ) from None
         finally:
             partial.unlink(missing_ok=True)
 
@@ -115,25 +116,78 @@ class Adaptor(nn.Module):
         info, shape = read_info(path)
         c = decoder.config
         if info.base != base:
-            raise UsageError(f"adaptor {path.name} belongs to the draft '{info.base}', not '{base}'; pass --adaptor none or one made for '{base}'")
+            raise UsageError(
+                f"adaptor {path.name} belongs to the draft '{info.base}', not '{base}'; pass --adaptor none or one made for '{base}'"
+            )
         mine = {"layers": c.layers, "kv_width": c.kv_width, "hidden": c.hidden}
         if shape != mine:
-            raise UsageError(f"adaptor {path.name} has the shape {shape}, the draft '{base}' has {mine}; train one for this draft")
+            raise UsageError(
+                f"adaptor {path.name} has the shape {shape}, the draft '{base}' has {mine}; train one for this draft"
+            )
         adaptor = Adaptor(c, info, dtype=dtype or decoder.dtype, device=decoder.device)
         if stride is not None and not adaptor.serves(stride):
             trained = ", ".join(map(str, info.strides))
-            raise UsageError(f"adaptor {path.name} was trained for stride {trained}, not {stride}; pass --stride {info.strides[0]} or --adaptor none")
+            raise UsageError(
+                f"adaptor {path.name} was trained for stride {trained}, not {stride}; pass --stride {info.strides[0]} or --adaptor none"
+            )
         with safe_open(path, framework="pt", device="cpu") as file:
             names = dict(adaptor.named_parameters())
             if set(file.keys()) != set(names):
-                raise UsageError(f"adaptor {path.name} lacks or has extra tensors ({sorted(set(file.keys()) ^ set(names))}); train it again")
+                raise UsageError(
+                    f"adaptor {path.name} lacks or has extra tensors ({sorted(set(file.keys()) ^ set(names))}); train it again"
+                )
             with torch.no_grad():
                 for name, parameter in names.items():
                     stored = file.get_tensor(name)
                     if stored.shape != parameter.shape:
-                        raise UsageError(f"adaptor {path.name}: {name} is {list(stored.shape)}, expected {list(parameter.shape)}; train it again")
+                        raise UsageError(
+                            f"adaptor {path.name}: {name} is {list(stored.shape)}, expected {list(parameter.shape)}; train it again"
+                        )
                     parameter.copy_(stored)
         return adaptor.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class SlotWeights:
+    """An adaptor's weights layer by layer; see `Adaptor.unbound`."""
+
+    info: AdaptorInfo
+    slot_embedding: Tensor | None
+    kv: Sequence[Tensor] | None
+    kv_bias: Sequence[Tensor] | None
+    q: Sequence[Tensor] | None
+    q_bias: Sequence[Tensor] | None
+
+    def slot_input(self, sources: Tensor, embed: Tensor) -> Tensor:
+        return _slot_input(self.info, self.slot_embedding, sources, embed)
+
+    def project(self, layer: int, h: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        assert self.kv is not None
+        return _project(layer, h, self.kv, self.kv_bias, self.q, self.q_bias)
+
+
+Layers = Tensor | Sequence[Tensor]
+
+
+def _slot_input(info: AdaptorInfo, learned: Tensor | None, sources: Tensor, embed: Tensor) -> Tensor:
+    if info.slot_input == "mean":
+        return F.embedding(sources, embed).mean(dim=2)
+    row = embed[info.slot_token] if learned is None else learned.to(embed.dtype)
+    return row.expand(*sources.shape[:2], -1)
+
+
+def _project(
+    layer: int, h: Tensor, kv: Layers, kv_bias: Layers | None, q: Layers | None, q_bias: Layers | None
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    bias = None if kv_bias is None else kv_bias[layer].to(h.dtype)
+    k, v = F.linear(h, kv[layer].to(h.dtype), bias).chunk(2, dim=-1)
+    if q is None:
+        return None, k, v
+    return F.linear(h, q[layer].to(h.dtype), None if q_bias is None else q_bias[layer].to(h.dtype)), k, v
+
+
+def _unbind(weight: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    return None if weight is None else weight.to(dtype).unbind(0)
 
 
 def read_info(path: Path) -> tuple[AdaptorInfo, dict[str, int]]:

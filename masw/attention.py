@@ -1,6 +1,13 @@
-"""Attention of a block of rows over one layer's keys. Legend: B batch, N rows, K keys, H query heads, G = H / kv_heads, D head dim."""
+"""Attention of a block of rows over one layer's keys.
+
+Legend: B batch, N rows, K keys, H query heads, G = H / kv_heads, D head dim.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +27,114 @@ def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return mask.repeat(group, 1) if group > 1 and seen.shape[0] <= FEW_ROWS else mask
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
-    """Softmax attention. q [B, N, H, D]; k, v [B, kv_heads, K, D]; mask from `additive_mask`, or None when all keys are seen.
+TILE_ROWS = 128
+"""Rows of one tile. Fewer rows skip more unseen keys, more rows make larger products."""
+
+KEPT_BYTES = 48 * 2**20
+"""Up to this size a layer's attention probabilities are kept for the backward pass; larger ones are computed again."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows [start, stop) of a block and the keys that any of them sees."""
+
+    start: int
+    stop: int
+    spans: tuple[tuple[int, int], ...]  # key ranges, in order
+    mask: Tensor  # [stop - start, keys in spans], additive
+
+
+@dataclass(frozen=True)
+class TiledMask:
+    """A block-sparse mask: keys that no row of a tile sees are never read. For wide blocks, forward and backward.
+
+    Torch's fused CPU kernel runs at a sixth of the bf16 matrix product rate, forward and backward (measured with AVX512-BF16:
+    75 against 440 GFLOP/s), and reads every key; a window of 64 over 640 rows sees a third of them.
+    """
+
+    tiles: tuple[Tile, ...]
+
+
+def tiled_mask(seen: Tensor, dtype: torch.dtype, rows: int = TILE_ROWS) -> TiledMask:
+    """Cuts a boolean mask [N, K] into tiles of `rows` rows."""
+    tiles = []
+    for start in range(0, seen.shape[0], rows):
+        part = seen[start : start + rows]
+        used = torch.nn.functional.pad(part.any(dim=0).int(), (1, 1)).diff()
+        spans = tuple(zip((used == 1).nonzero().flatten().tolist(), (used == -1).nonzero().flatten().tolist(), strict=True))
+        kept = torch.cat([part[:, a:b] for a, b in spans], dim=1)
+        mask = torch.zeros(kept.shape, dtype=dtype, device=seen.device).masked_fill_(~kept, float("-inf"))
+        tiles.append(Tile(start, start + part.shape[0], spans, mask))
+    return TiledMask(tuple(tiles))
+
+
+class _TiledAttention(torch.autograd.Function):
+    """Softmax attention over tiles. q [B * kv, G, N, D]; k, v [B * kv, K, D]; returns [B * kv, G, N, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: TiledMask) -> Tensor:
+        ctx.mask = mask
+        out = torch.empty_like(q)
+        entries = sum(t.mask.numel() for t in mask.tiles) * q.shape[0] * q.shape[1]
+        keep = any(ctx.needs_input_grad) and entries * q.element_size() <= KEPT_BYTES
+        kept = []
+        for tile in mask.tiles:
+            p = _probabilities(q, k, tile)
+            out[:, :, tile.start : tile.stop] = torch.bmm(p, _gather(v, tile)).unflatten(1, (q.shape[1], -1))
+            if keep:
+                kept.append(p)
+        ctx.save_for_backward(q, k, v, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, *kept = ctx.saved_tensors
+        scale = 1 / math.sqrt(q.shape[-1])
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for index, tile in enumerate(ctx.mask.tiles):
+            rows = slice(tile.start, tile.stop)
+            p = kept[index] if kept else _probabilities(q, k, tile)  # [B * kv, G * n, keys]
+            d_out = grads[0][:, :, rows].flatten(1, 2)
+            d_p = torch.bmm(d_out, _gather(v, tile).transpose(1, 2))
+            d_scores = torch._softmax_backward_data(d_p, p, -1, p.dtype).mul_(scale)
+            dq[:, :, rows] = torch.bmm(d_scores, _gather(k, tile)).unflatten(1, (q.shape[1], -1))
+            _scatter_add(dv, torch.bmm(p.transpose(1, 2), d_out), tile)
+            _scatter_add(dk, torch.bmm(d_scores.transpose(1, 2), q[:, :, rows].flatten(1, 2)), tile)
+        return dq, dk, dv, None
+
+
+def _probabilities(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+    scores = torch.bmm(q[:, :, tile.start : tile.stop].flatten(1, 2), _gather(k, tile).transpose(1, 2))  # [B * kv, G * n, keys]
+    by_head = scores.unflatten(1, (q.shape[1], -1))
+    torch.add(tile.mask, by_head, alpha=1 / math.sqrt(q.shape[-1]), out=by_head)
+    return torch.softmax(scores, dim=-1)
+
+
+def _gather(x: Tensor, tile: Tile) -> Tensor:
+    parts = [x[:, a:b] for a, b in tile.spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _scatter_add(total: Tensor, part: Tensor, tile: Tile) -> None:
+    done = 0
+    for a, b in tile.spans:
+        total[:, a:b] += part[:, done : done + b - a]
+        done += b - a
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | TiledMask | None, *, causal: bool = False) -> Tensor:
+    """Softmax attention. q [B, N, H, D]; k, v [B, kv_heads, K, D]; mask from `additive_mask` or `tiled_mask`, or None when all
+    keys are seen.
 
     `causal` is for N == K only: torch aligns its causal mask top-left, which is wrong for a block that continues a memory.
     Returns [B, N, H * D].
     """
     batch, rows, heads, dim = q.shape
     kv_heads = k.shape[1]
+    if isinstance(mask, TiledMask):
+        q = q.reshape(batch, rows, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, -1, rows, dim)
+        out = _TiledAttention.apply(q, k.flatten(0, 1), v.flatten(0, 1), mask)
+        return out.view(batch, heads, rows, dim).transpose(1, 2).reshape(batch, rows, heads * dim)
     if rows <= FEW_ROWS and not causal:
         group = heads // kv_heads
         # [B, N, kv, G, D] -> [B, kv, G * N, D]; rows of one query head stay together, as in the repeated mask

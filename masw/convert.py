@@ -69,7 +69,7 @@ def convert(source: Path, folder: Path, provenance: dict[str, Any], progress: Pr
         generation = {"bos_token_id": meta.get("tokenizer.ggml.bos_token_id"), "eos_token_id": stops}
         write_json(partial / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
         _write_tensors(reader, config, tied_to, partial, progress)
-        files = {path.name: sha256_file(path) for path in sorted(partial.iterdir())}
+        files = {p.name: {"sha256": sha256_file(p), "bytes": p.stat().st_size} for p in sorted(partial.iterdir())}
         kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors)
         about = {"format": FORMAT, **provenance, "quantisation": dict(kinds.most_common()), "dtype": "bfloat16", "files": files}
         if tied_to:
@@ -212,7 +212,9 @@ def _write_tensors(
     reader: gguf.GGUFReader, config: dict[str, Any], tied_to: str | None, folder: Path, progress: Progress
 ) -> None:
     """Shards of about SHARD_BYTES with an index; a model that fits one shard gets the plain name and no index."""
-    total, read, shards, shard, size = sum(int(t.n_bytes) for t in reader.tensors), 0, [], {}, 0
+    total, read, size = sum(int(t.n_bytes) for t in reader.tensors), 0, 0
+    shards: list[tuple[str, list[str], int]] = []
+    shard: dict[str, torch.Tensor] = {}
     for name, value, consumed in _tensors(reader, config, tied_to):
         if shard and size + value.nbytes > SHARD_BYTES:
             shards.append(_write_shard(folder, len(shards), shard))
@@ -226,7 +228,8 @@ def _write_tensors(
     if len(shards) == 1:
         os.replace(folder / shards[0][0], folder / "model.safetensors")
         return
-    weight_map, total_bytes = {}, 0
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
     for index, (old, names, nbytes) in enumerate(shards):
         new = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         os.replace(folder / old, folder / new)

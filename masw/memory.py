@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from masw.adaptor import Adaptor
-from masw.attention import FEW_ROWS, additive_mask
+from masw.adaptor import Adaptor, SlotWeights
+from masw.attention import FEW_ROWS, TiledMask, additive_mask
 from masw.config import MemoryShape, ModelConfig
 from masw.errors import MaswError
 from masw.policies import NEVER, Rows, evicted, expiry, materialise, position, visible
@@ -36,7 +36,7 @@ Listener = Callable[[str, int, int], None]  # (event kind, first position, count
 class SlotRows:
     """The slot rows of a block."""
 
-    adaptor: Adaptor
+    adaptor: Adaptor | SlotWeights
     rows: Tensor  # [n] row of each slot in the interleaved block
     order: Tensor  # [N] gathers the interleaved block from (raw rows, then slot rows)
     sources: Tensor  # [B, n, r] raw tokens that each slot closes
@@ -48,7 +48,7 @@ class Block:
 
     tokens: Tensor  # [B, T]
     positions: Tensor  # [N] RoPE positions
-    mask: Tensor | None  # additive, see masw.attention; None: every key is seen
+    mask: Tensor | TiledMask | None  # additive, see masw.attention; None: every key is seen
     causal: bool  # plain causal attention over the block alone (an empty full memory)
     raw_rows: Tensor | None  # [T] rows of the raw tokens; None: all rows are raw
     slots: SlotRows | None
@@ -65,7 +65,15 @@ class _Pending:
     live: int  # entries of storage in use after the block
 
 
-def block_of(tokens: Tensor, rows: Rows, times: Tensor, mask: Tensor | None, causal: bool, adaptor: Adaptor | None, history: Tensor) -> Block:
+def block_of(
+    tokens: Tensor,
+    rows: Rows,
+    times: Tensor,
+    mask: Tensor | TiledMask | None,
+    causal: bool,
+    adaptor: Adaptor | SlotWeights | None,
+    history: Tensor,
+) -> Block:
     """Builds a Block. `history` [B, t] holds all raw tokens up to and including the block's (slots read theirs from it)."""
     if not rows.boundaries or adaptor is None:
         return Block(tokens, position(times), mask, causal, None, None)
@@ -101,8 +109,11 @@ class Memory:
         self.config, self.shape, self.adaptor, self.listener = config, shape, adaptor, listener
         self.length = 0  # raw tokens held, accepted or not
         self.committed = 0  # raw tokens that are final
+        self._furthest = 0  # raw tokens ever held: the ring lacks what was overwritten on the way there
         capacity = shape.capacity(tokens)
         self._kv = torch.empty(config.layers, 2, batch, config.kv_heads, capacity, config.head_dim, device=device, dtype=dtype)
+        # Attention reads ring and sinks whole; a masked entry still has to be a number, since 0 * NaN is NaN.
+        self._kv[:, :, :, :, : self.ring + shape.sinks] = 0
         self._born = torch.full((capacity,), NEVER, device=device)
         self._expires = torch.full((capacity,), -1, device=device)
         self._tokens = torch.empty(batch, max(tokens, 1), dtype=torch.long, device=device)
@@ -188,6 +199,7 @@ class Memory:
         block = self._open()
         self._block = None
         self.length += block.rows.count
+        self._furthest = max(self._furthest, self.length)
         if block.rows.boundaries:
             self._tell("materialise", block.rows.boundaries[0], len(block.rows.boundaries))
 
@@ -205,7 +217,9 @@ class Memory:
         """Drops the last `count` raw tokens and the slots born among them. A full memory can drop any number."""
         if count == 0:
             return
-        limit = self.length if self.shape.window is None else min(self.length - self.committed, self.shape.rollback)
+        limit = self.length
+        if self.shape.window is not None:
+            limit -= max(self.committed, self._furthest - self.shape.rollback)
         if not 0 < count <= limit:
             raise ValueError(f"cannot roll back {count} tokens: {limit} of {self.length} may be dropped ({self.committed} are final)")
         self.length -= count

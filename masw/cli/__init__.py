@@ -1,0 +1,66 @@
+"""The `masw` command: errors become one line and an exit code (0 fine, 2 bad usage or input, 3 run failed, 130 interrupted)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+import typer
+
+from masw.cli import doctor, models, run
+from masw.errors import MaswError
+
+app = typer.Typer(
+    help="Speculative decoding for long documents: a strong draft with a compact KV memory, the target's own output.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command(name="run")(run.run)
+app.command(name="doctor")(doctor.doctor)
+app.add_typer(models.app, name="models")
+
+
+@app.callback()
+def version_callback(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
+    if version:
+        import masw
+
+        typer.echo(f"masw {masw.__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point. MASW_DEBUG=1 shows tracebacks."""
+    # Our own lines are the only ones on the terminal: libraries' notes about their internals help nobody here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore")
+    debug = os.environ.get("MASW_DEBUG") == "1"
+    try:
+        app()
+    except MaswError as error:
+        if debug:
+            raise
+        fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing left to say, and nothing to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(3)
+    except Exception as error:
+        if debug:
+            raise
+        text = str(error).strip().splitlines()
+        reason = text[0][:300] if text else type(error).__name__
+        if isinstance(error, MemoryError) or "allocate memory" in reason or "out of memory" in reason.lower():
+            fail(f"out of memory ({reason}); lower --max-context or take a smaller pair", 3)
+        fail(f"{type(error).__name__}: {reason} (set MASW_DEBUG=1 for the traceback)", 3)
+
+
+def fail(message: str, code: int) -> None:
+    typer.echo(f"masw: {' '.join(message.split())}", err=True)
+    sys.exit(code)

@@ -1,0 +1,196 @@
+"""A loaded pair and what it takes to run methods on it. The command line, notebooks and the app all start here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+import masw
+from masw import cost
+from masw.adaptor import Adaptor, AdaptorInfo, read_info
+from masw.config import MemoryShape
+from masw.decoder import Decoder
+from masw.drafters import Drafter, ModelDraft, NoDraft
+from masw.engine import Round, Settings, Target, generate
+from masw.errors import UsageError
+from masw.memory import Memory
+from masw.methods import MemoryOptions, method_named
+from masw.metrics import Summary, first_difference, summarise
+from masw.prefill import Progress
+from masw.provenance import provenance
+from masw.recorder import Recorder
+from masw.trace import Trace
+from masw.zoo import Pair, free_bytes
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Everything that decides a run, beside pair and prompt."""
+
+    method: str = "masw"
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    settings: Settings = field(default_factory=Settings)
+    adaptor: str = "auto"  # auto | none | path of a safetensors file
+
+    def shape(self) -> MemoryShape | None:
+        """The draft's memory, None when nothing is drafted. Raises UsageError for a block that does not fit it."""
+        method = method_named(self.method)
+        if not method.drafts:
+            return None
+        shape = method.memory(self.memory)
+        shape.check_block(self.settings.gamma)
+        return shape
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two outputs part, and how close the target was there."""
+
+    index: int  # of the emitted token
+    ours: int | None  # token ids; None: that output had ended
+    reference: int | None
+    logit_gap: float | None  # target's logit of its own choice minus that of ours; None when an output had ended
+
+
+class Session:
+    """Runs methods on one pair; runs over one prompt share the target's KV, so each document is read by it once."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self._target: Target | None = None
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens (prompt + answer) that both models have positions for."""
+        return min(self.pair.target.config.max_position, self.pair.draft.config.max_position)
+
+    def check_memory(self, options: RunOptions, tokens: int) -> None:
+        """Refuses a run whose KV caches and activations do not fit what is free; the message has the estimate."""
+        target, draft = self.pair.target, self.pair.draft
+        size = target.decoder.dtype.itemsize
+        shared = target.decoder is draft.decoder
+        need = cost.run_bytes(target.config, draft.config, options.shape(), tokens, size, shared=shared)
+        need -= target.decoder.nbytes + (0 if shared or options.shape() is None else draft.decoder.nbytes)  # loaded already
+        free = free_bytes(target.decoder.device)
+        if need > free:
+            raise UsageError(
+                f"a context of {tokens:,} tokens needs about {need / 2**30:.1f} GiB beside the weights and {free / 2**30:.1f} GiB are free; "
+                "lower --max-context or --max-new-tokens, or take a smaller pair"
+            )
+
+    def run(self, prompt: Sequence[int], options: RunOptions, stop: Callable[[], bool] = lambda: False) -> Run:
+        """Prepares one run; iterate over it to make it happen."""
+        shape = options.shape()
+        total = len(prompt) + options.settings.max_new_tokens
+        if total > self.context_limit:
+            raise UsageError(
+                f"prompt and answer have {total:,} tokens, the pair has positions for {self.context_limit:,}; "
+                "shorten the document or lower --max-new-tokens"
+            )
+        self.check_memory(options, total)
+        target = self._target_for(total)
+        settings = options.settings
+        draft = self.pair.draft
+        drafter: Drafter = NoDraft()
+        header: dict[str, Any] = {
+            "pair": self.pair.name,
+            "method": options.method,
+            "prompt_tokens": len(prompt),
+            "settings": {**asdict(settings), "eos_ids": list(settings.eos_ids)},
+            "memory": None if shape is None else asdict(shape),
+            "models": {"draft": draft.provenance, "target": self.pair.target.provenance},
+            "provenance": provenance(target.decoder.device, target.decoder.dtype),
+        }
+        if shape is not None:
+            adaptor = None
+            if shape.stride is not None:
+                adaptor, found = adaptor_for(draft.decoder, draft.name, shape.stride, options.adaptor)
+                header["adaptor"] = {"file": found.name if found else None, **asdict(adaptor.info)}
+            memory = Memory(
+                draft.config, shape, tokens=total, device=draft.decoder.device, dtype=draft.decoder.dtype, adaptor=adaptor
+            )
+            # Two streams of numbers, so that the accept rule's are independent of the draft's.
+            drafter = ModelDraft(draft.decoder, memory, settings.sampling, Random(settings.sampling.seed + 1), self.pair.target.config.vocab)
+            header["draft_kv"] = {
+                "allocated_bytes": memory.nbytes,
+                "predicted_bytes": cost.kv_bytes(draft.config, shape, total, draft.decoder.dtype.itemsize),
+                "full_bytes": cost.kv_bytes(draft.config, MemoryShape(), total, draft.decoder.dtype.itemsize),
+            }
+        return Run(self.pair, target, drafter, list(prompt), options, header, stop)
+
+    def difference(self, prompt: Sequence[int], ours: list[int], reference: list[int]) -> Difference | None:
+        """First token in which two outputs for `prompt` differ, with the target's logit gap there; None when they are the same."""
+        index = first_difference(ours, reference)
+        if index is None:
+            return None
+        a = ours[index] if index < len(ours) else None
+        b = reference[index] if index < len(reference) else None
+        gap = None
+        if a is not None and b is not None:
+            prefix = [*prompt, *reference[:index]]
+            target = self._target_for(len(prefix) + 1)
+            target.rewind(prefix)
+            with torch.no_grad():
+                logits = target.verify(prefix[target.memory.length :])[-1].float()
+            gap = float(logits[b] - logits[a])
+        return Difference(index, a, b, gap)
+
+    @torch.no_grad()
+    def warm_up(self, gamma: int) -> None:
+        """Runs each kind of forward once on throw-away memories, so that a first run is not timed with set-up costs."""
+        for model, widths in ((self.pair.target, (1, gamma + 1)), (self.pair.draft, (1, 2))):
+            decoder = model.decoder
+            memory = Memory(decoder.config, MemoryShape(), tokens=64, device=decoder.device, dtype=decoder.dtype)
+            for width in widths:
+                decoder.logits(decoder.forward(torch.zeros(1, width, dtype=torch.long, device=decoder.device), memory))
+
+    def _target_for(self, tokens: int) -> Target:
+        if self._target is None:
+            self._target = Target(self.pair.target.decoder, tokens)
+        return self._target
+
+
+class Run:
+    """One run: an iterable of progress and rounds, a trace that grows with it, and a summary at any time."""
+
+    def __init__(
+        self, pair: Pair, target: Target, drafter: Drafter, prompt: list[int], options: RunOptions, header: dict[str, Any], stop: Callable[[], bool]
+    ) -> None:
+        self._pair, self._target, self._drafter = pair, target, drafter
+        self.prompt, self.options, self._stop = prompt, options, stop
+        self._recorder = Recorder(header, target.decoder.device)
+
+    def __iter__(self) -> Iterator[Progress | Round]:
+        return generate(self._target, self._drafter, self.prompt, self.options.settings, self._recorder, self._stop)
+
+    @property
+    def trace(self) -> Trace:
+        return self._recorder.trace
+
+    def summary(self) -> Summary:
+        return summarise(self.trace)
+
+
+def shipped_adaptors() -> list[Path]:
+    """Adaptor files that come with masw: beside the package in a checkout, inside it when installed from a wheel."""
+    package = Path(masw.__file__).parent
+    folders = (package / "_data" / "adaptors", package.parent / "data" / "adaptors")
+    return next((sorted(f.glob("*.safetensors")) for f in folders if f.is_dir()), [])
+
+
+def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str) -> tuple[Adaptor, Path | None]:
+    """The adaptor that `choice` (auto | none | PATH) names, and the file it came from; None: untrained copy of the backbone."""
+    if choice not in ("auto", "none"):
+        return Adaptor.load(Path(choice), decoder, base=base, stride=stride), Path(choice)
+    if choice == "auto":
+        for path in shipped_adaptors():
+            info, _ = read_info(path)
+            if info.base == base and (not info.strides or stride in info.strides):
+                return Adaptor.load(path, decoder, base=base, stride=stride), path
+    return Adaptor.copied(decoder, AdaptorInfo(base, ())), None
+

@@ -1,0 +1,589 @@
+"""Trains an adaptor: mirrored projections only, next-token loss on raw positions only (arXiv 2608.30252, section 4).
+
+One process, or several under `torchrun` (each takes its share of a batch's rows). A run lives in a folder:
+
+    recipe.json          what was asked; a resumed run must ask the same
+    last.pt              parameters, optimiser, position; replaced atomically
+    log.jsonl            one line a step or measurement; cut back to the checkpoint when a run resumes
+    best.safetensors     the adaptor with the best held-out agreement so far
+    adaptor.safetensors  the adaptor as it was last saved
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor, nn
+
+from masw.adaptor import Adaptor, AdaptorInfo
+from masw.config import MemoryShape
+from masw.curriculum import Batch, Curriculum, Stage
+from masw.data import Answers, Texts
+from masw.decoder import Decoder
+from masw.distil import NOTHING, Passes, Score, full_hidden, head_loss, score
+from masw.errors import Cancelled, MaswError, UsageError
+from masw.packages import write_json
+from masw.provenance import provenance
+
+FORMAT = 1
+Listener = Callable[[dict[str, Any]], None]  # gets every line of the log
+
+
+class TrainConfig(BaseModel):
+    """A recipe. Build it with `recipe`, which turns a bad value into a UsageError of one line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    base: str  # name of the draft model, kept in the adaptor file
+    stages: tuple[str, ...] = ("384x8:300k:2/1/0", "1280x2:300k:1/1/0", "2048x1:400k:1/2/1")  # see Stage.parse
+    mirror: Literal["kv", "qkv"] = "kv"
+    slot_input: Literal["mean", "token", "learned"] = "mean"
+    slot_token: int = Field(0, ge=0)
+    random_init: bool = False  # ablation: mirrored weights start random, not copied
+    strides: tuple[int, ...] = (4, 8)
+    windows: tuple[int, ...] = (48, 64, 96, 128, 192, 256)
+    sinks: int = Field(4, ge=0)
+    kl: float = Field(0.7, ge=0, le=1)  # share of the distance to the full-KV model in the loss
+    most_pieces: int = Field(8, ge=1)  # reconstruction: the second copy comes in up to so many shuffled pieces
+    lr: float = Field(3e-3, gt=0, le=1)
+    min_lr: float = Field(0.05, ge=0, le=1)  # share of lr at the end of the cosine
+    warmup_steps: int = Field(20, ge=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, gt=0)
+    micro_rows: int = Field(0, ge=0)  # rows of one backward pass; 0: all rows of the batch
+    seed: int = Field(0, ge=0)
+    checkpoint_s: float = Field(300.0, gt=0)
+    checkpoint_steps: int = Field(0, ge=0)  # 0: by time alone
+    eval_tokens: int = Field(100_000, ge=0)  # tokens between measurements; 0: never
+    eval_windows: tuple[int, ...] = (128,)
+    patience: int = Field(0, ge=0)  # stop after so many measurements without a better one; 0: never
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if not self.stages or not self.strides or not self.windows:
+            raise ValueError("stages, strides and windows each need at least one value")
+        self.parsed()
+        for window in (*self.windows, *self.eval_windows):
+            for stride in self.strides:
+                MemoryShape(self.sinks, window, stride)
+        return self
+
+    def parsed(self) -> tuple[Stage, ...]:
+        return tuple(Stage.parse(s) for s in self.stages)
+
+
+# What may differ between a run and its continuation: nothing that the loss depends on.
+_FREE = ("checkpoint_s", "checkpoint_steps", "patience")
+
+
+def recipe(**fields: Any) -> TrainConfig:
+    """A TrainConfig; raises UsageError with the first bad value."""
+    try:
+        return TrainConfig(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "recipe"
+        raise UsageError(
+            f"{where.replace('_', ' ')}: {first['msg'].removeprefix('Value error, ')} (got {first.get('input')!r:.80})"
+        ) from None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A fixed set that the agreement is measured on."""
+
+    name: str
+    tokens: Tensor  # [B, T]
+    scored: Tensor  # [B, T - 1]
+
+
+def held_out(texts: Texts | None, answers: Answers | None, separator: list[int], *, length: int, rows: int) -> list[HeldOut]:
+    """The three kinds of rows, `rows` of each, always the same ones."""
+    sets = []
+    for kind, stage in (
+        ("reconstruction", Stage(length, rows, length * rows, 1, 0, 0)),
+        ("text", Stage(length, rows, length * rows)),
+        ("answers", Stage(length, rows, length * rows, 0, 0, 1)),
+    ):
+        if (answers if kind == "answers" else texts) is None:
+            continue
+        drawn = Curriculum(texts, answers, (stage,), 0, (length,), (1,), separator, seed=0).batch(0)
+        sets.append(HeldOut(f"{kind}-{length}", drawn.tokens, drawn.scored))
+    return sets
+
+
+class Trainee(nn.Module):
+    """The adaptor and its loss, as one module that DistributedDataParallel can wrap."""
+
+    def __init__(self, adaptor: Adaptor, passes: Passes, kl: float) -> None:
+        super().__init__()
+        self.adaptor, self._passes, self._kl = adaptor, passes, kl
+
+    def forward(self, tokens: Tensor, scored: Tensor, shape: MemoryShape, total: float) -> tuple[Tensor, Score]:
+        """Loss over `total` positions; tokens [B, T], scored [B, T - 1]."""
+        at = scored.nonzero(as_tuple=True)
+        teacher = None
+        if self._kl:
+            with torch.no_grad():
+                teacher = self._passes.hidden(tokens, MemoryShape(), None)[at]
+        hidden = self._passes.hidden(tokens, shape, self.adaptor)[at]
+        return head_loss(self._passes.decoder, hidden, teacher, tokens[:, 1:][at], kl=self._kl, total=total)
+
+
+@dataclass(frozen=True)
+class Result:
+    adaptor: Adaptor
+    step: int
+    tokens: int
+    folder: Path
+    measure: dict[str, Any]  # the last measurement, see `measure`
+
+
+def train(
+    config: TrainConfig,
+    decoder: Decoder,
+    texts: Texts | None,
+    answers: Answers | None,
+    held: list[HeldOut],
+    folder: Path,
+    *,
+    separator: list[int],
+    listener: Listener | None = None,
+    max_steps: int | None = None,
+    max_seconds: float | None = None,
+) -> Result:
+    """Runs the recipe to its end, or for `max_steps` or `max_seconds` of it, going on from the folder's checkpoint.
+
+    Raises Cancelled after SIGINT or SIGTERM, when the checkpoint is written, and MaswError at a loss that is not finite, when the
+    last good checkpoint stays.
+    """
+    run = _Run(config, decoder, texts, answers, held, folder, separator, listener)
+    with _caught_signals() as caught:
+        return run.go(caught, max_steps, max_seconds)
+
+
+class _Run:
+    """One process's part of a run."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        decoder: Decoder,
+        texts: Texts | None,
+        answers: Answers | None,
+        held: list[HeldOut],
+        folder: Path,
+        separator: list[int],
+        listener: Listener | None,
+    ) -> None:
+        self.config, self.decoder, self.held, self.folder, self.listener = config, decoder, held, folder, listener
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.curriculum = Curriculum(
+            texts,
+            answers,
+            config.parsed(),
+            config.sinks,
+            config.windows,
+            config.strides,
+            separator,
+            config.seed,
+            config.most_pieces,
+        )
+        longest = max(s.length for s in self.curriculum.stages)
+        if longest > decoder.config.max_position:
+            raise UsageError(
+                f"rows of {longest:,} tokens are longer than the model's {decoder.config.max_position:,} positions; use shorter stages"
+            )
+        if any(s.rows % self.world for s in self.curriculum.stages):
+            raise UsageError(f"the rows of every stage must divide by the {self.world} workers; change the stages")
+        self.data = [file.file.sha256[:16] for file in (texts, answers) if file is not None]
+        info = AdaptorInfo(config.base, config.strides, config.slot_input, config.slot_token, config.mirror)
+        torch.manual_seed(config.seed)
+        self.adaptor = Adaptor.copied(decoder, info, dtype=torch.promote_types(decoder.dtype, torch.float32))
+        if config.random_init:
+            _randomise(self.adaptor)
+        self.adaptor.requires_grad_(True)
+        self.passes, self.eval_passes = Passes(decoder), Passes(decoder)
+        self.trainee: nn.Module = Trainee(self.adaptor, self.passes, config.kl)
+        if self.world > 1:
+            self.trainee = nn.parallel.DistributedDataParallel(self.trainee)
+        self.optimiser = torch.optim.AdamW(
+            self.adaptor.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self.step, self.best, self.since_best, self.measured = 0, -1.0, 0, {}  # type: ignore[var-annotated]
+        self.baselines = Baselines()
+        self._open()
+
+    # ---- the loop
+
+    def go(self, caught: list[int], max_steps: int | None, max_seconds: float | None) -> Result:
+        c, curriculum = self.config, self.curriculum
+        started = saved = time.monotonic()
+        end = min(curriculum.steps, self.step + max_steps) if max_steps is not None else curriculum.steps
+        rate = matmul_rate(self.decoder) if self.rank == 0 else 0.0
+        if self.rank == 0:
+            about = provenance(self.decoder.device, self.decoder.dtype)
+            self._log({"kind": "start", "tokens": curriculum.tokens_before(self.step), "gemm_gflops": round(rate / 1e9), **about})
+        if c.eval_tokens and self.step == 0:
+            self._measure()
+        while self.step < end:
+            before = time.monotonic()
+            batch = curriculum.batch(self.step)
+            lr = self.learning_rate(self.step)
+            total, norm = self._update(batch, lr)
+            self.step += 1
+            tokens, seconds = curriculum.tokens_before(self.step), time.monotonic() - before
+            if self.rank == 0:
+                per_s = batch.tokens.numel() / seconds
+                floor = 4 * matmul_parameters(self.decoder) * per_s
+                self._log(
+                    {
+                        "kind": "step",
+                        "tokens": tokens,
+                        **{k: round(v, 4) for k, v in total.means().items()},
+                        "scored": total.count,
+                        "lr": round(lr, 7),
+                        "grad_norm": round(norm, 4),
+                        "length": batch.tokens.shape[1],
+                        "window": batch.shape.window,
+                        "stride": batch.shape.stride,
+                        "kinds": "".join(kind[0] for kind in batch.kinds),
+                        "tokens_per_s": round(per_s, 1),
+                        "floor_share": round(floor / rate, 3),
+                        "eta_s": round((curriculum.tokens_before(curriculum.steps) - tokens) / per_s),
+                    }
+                )
+            if c.eval_tokens and (
+                tokens // c.eval_tokens > curriculum.tokens_before(self.step - 1) // c.eval_tokens
+                or self.step == curriculum.steps
+            ):
+                self._measure()
+                if c.patience and self.since_best >= c.patience:
+                    end = self.step
+            now = time.monotonic()
+            over = max_seconds is not None and now - started > max_seconds
+            if self._any(bool(caught) or over):
+                end = self.step
+            due = now - saved > c.checkpoint_s or (c.checkpoint_steps and self.step % c.checkpoint_steps == 0)
+            if (due or self.step >= end) and self.rank == 0:
+                self._save()
+                saved = time.monotonic()
+            if caught:
+                raise Cancelled(
+                    f"stopped at step {self.step:,} of {curriculum.steps:,}; the same command goes on from {self.folder}"
+                )
+        return Result(self.adaptor, self.step, curriculum.tokens_before(self.step), self.folder, self.measured)
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine over the tokens of the whole recipe."""
+        c = self.config
+        if step < c.warmup_steps:
+            return c.lr * (step + 1) / c.warmup_steps
+        done = self.curriculum.tokens_before(step) / self.curriculum.tokens_before(self.curriculum.steps)
+        return c.lr * (c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def _update(self, batch: Batch, lr: float) -> tuple[Score, float]:
+        """One optimiser step; sums of the loss over all workers' rows, and the gradient's norm before clipping."""
+        rows = slice(self.rank, None, self.world)
+        tokens, scored = batch.tokens[rows].to(self.decoder.device), batch.scored[rows].to(self.decoder.device)
+        # DDP averages gradients over workers, so each divides by its share of all positions.
+        total = float(batch.scored.sum()) / self.world
+        found = NOTHING
+        self.optimiser.zero_grad(set_to_none=True)
+        micro = self.config.micro_rows or len(tokens)
+        starts = range(0, len(tokens), micro)
+        for start in starts:
+            last = start == starts[-1]
+            with self.trainee.no_sync() if self.world > 1 and not last else _nothing():  # type: ignore[operator]
+                loss, part = self.trainee(tokens[start : start + micro], scored[start : start + micro], batch.shape, total)
+                found += part
+                if math.isfinite(part.loss):
+                    loss.backward()
+        if self._any(not math.isfinite(found.loss)):
+            raise self._diverged("loss")
+        norm = float(nn.utils.clip_grad_norm_(self.adaptor.parameters(), self.config.clip))
+        if not math.isfinite(norm):
+            raise self._diverged("gradient")
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr
+        self.optimiser.step()
+        return found if self.world == 1 else _summed(found, self.decoder.device), norm
+
+    def _diverged(self, what: str) -> MaswError:
+        kept = "its last good checkpoint stays" if (self.folder / "last.pt").exists() else "no checkpoint was written yet"
+        return MaswError(
+            f"the {what} is not a number at step {self.step + 1:,}; {kept} in {self.folder}: lower the learning rate and start anew"
+        )
+
+    def _any(self, mine: bool) -> bool:
+        """Whether any worker says so."""
+        if self.world == 1:
+            return mine
+        flag = torch.tensor(int(mine), device=self.decoder.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    # ---- measuring
+
+    def _measure(self) -> None:
+        """Held-out agreement with the full-KV model; the mean over sets, strides and windows picks the best adaptor."""
+        if self.rank or not self.held:
+            return
+        before = time.monotonic()
+        rows = measure(
+            self.eval_passes,
+            self.adaptor,
+            self.held,
+            self.config.sinks,
+            self.config.eval_windows,
+            self.config.strides,
+            self.baselines,
+        )
+        mean = sum(r["agreement"] for r in rows if r["method"] == "masw") / max(1, sum(r["method"] == "masw" for r in rows))
+        self.measured = {"tokens": self.curriculum.tokens_before(self.step), "agreement": round(mean, 4), "rows": rows}
+        better = mean > self.best
+        self.best, self.since_best = (mean, 0) if better else (self.best, self.since_best + 1)
+        self._log({"kind": "measure", **self.measured, "best": better, "seconds": round(time.monotonic() - before, 1)})
+        if better:
+            self._write_adaptor("best.safetensors")
+
+    # ---- the folder
+
+    def _open(self) -> None:
+        """Goes on from the checkpoint, or starts the folder."""
+        wanted = {"format": FORMAT, "data": self.data, **self.config.model_dump(mode="json", exclude=set(_FREE))}
+        path = self.folder / "recipe.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                found = json.loads(path.read_text(encoding="utf-8"))
+                other = [key for key in wanted if found.get(key) != wanted[key]]
+                if other:
+                    raise UsageError(
+                        f"{self.folder} holds a run with another {other[0].replace('_', ' ')} ({found.get(other[0])}, not {wanted[other[0]]}); "
+                        "name another run"
+                    )
+            elif self.rank == 0:
+                write_json(path, wanted)
+        except OSError as error:
+            raise _disk_error(error, self.folder) from None
+        except ValueError:
+            raise UsageError(f"{path} is not a recipe that masw wrote; name another run") from None
+        if (self.folder / "last.pt").exists():
+            self._load()
+        if self.rank == 0:
+            _cut_log(self.folder / "log.jsonl", self.step)
+
+    def _load(self) -> None:
+        path = self.folder / "last.pt"
+        try:
+            state = torch.load(path, map_location=self.decoder.device, weights_only=True)
+            with torch.no_grad():
+                for name, parameter in self.adaptor.named_parameters():
+                    parameter.copy_(state["adaptor"][name])
+            self.optimiser.load_state_dict(state["optimiser"])
+            self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]
+            self.curriculum.drawn.update(state["drawn"])
+            self.measured = state["measured"]
+            torch.set_rng_state(state["rng"].cpu())
+        except Exception as error:  # torch.load raises a dozen kinds for a damaged file
+            raise MaswError(
+                f"the checkpoint {path} cannot be read ({type(error).__name__}); delete it to start the run anew"
+            ) from None
+
+    def _save(self) -> None:
+        """Checkpoint and adaptor, each whole or not at all."""
+        state = {
+            "format": FORMAT,
+            "step": self.step,
+            "adaptor": {name: p.detach() for name, p in self.adaptor.named_parameters()},
+            "optimiser": self.optimiser.state_dict(),
+            "drawn": dict(self.curriculum.drawn),
+            "rng": torch.get_rng_state(),
+            "best": self.best,
+            "since_best": self.since_best,
+            "measured": self.measured,
+        }
+        path = self.folder / "last.pt"
+        partial = path.with_name("last.pt.partial")
+        try:
+            with partial.open("wb") as stream:
+                torch.save(state, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(partial, path)
+        except (OSError, RuntimeError) as error:
+            partial.unlink(missing_ok=True)
+            raise _disk_error(error, self.folder) from None
+        self._write_adaptor("adaptor.safetensors")
+
+    def _write_adaptor(self, name: str) -> None:
+        self.adaptor.save(
+            self.folder / name,
+            trained=provenance(self.decoder.device, self.decoder.dtype),
+            data=self.data,
+            step=self.step,
+            tokens=self.curriculum.tokens_before(self.step),
+            recipe=self.config.model_dump(mode="json"),
+            measure=self.measured,
+        )
+
+    def _log(self, line: dict[str, Any]) -> None:
+        line = {"step": self.step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **line}
+        try:
+            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise _disk_error(error, self.folder) from None
+        if self.listener is not None:
+            self.listener(line)
+
+
+@dataclass
+class Baselines:
+    """What measurements of one decoder share."""
+
+    full: dict[str, list[Tensor]] = field(default_factory=dict)  # set -> hidden states at its loss positions
+    window: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # (set, window) -> its row
+
+
+def measure(
+    passes: Passes,
+    adaptor: Adaptor | None,
+    held: list[HeldOut],
+    sinks: int,
+    windows: tuple[int, ...],
+    strides: tuple[int, ...],
+    baselines: Baselines | None = None,
+) -> list[dict[str, Any]]:
+    """Rows {set, method, window, stride, n, agreement, nll, kl} for the window alone and, with an adaptor, for masw.
+
+    `baselines` keeps what does not depend on the adaptor from one call to the next.
+    """
+    known = baselines or Baselines()
+    rows: list[dict[str, Any]] = []
+    device = passes.decoder.device
+    for data in held:
+        tokens, scored = data.tokens.to(device), data.scored.to(device)
+        if data.name not in known.full:
+            known.full[data.name] = full_hidden(passes, tokens, scored)
+        full = known.full[data.name]
+        for window in windows:
+            key = data.name, window
+            if key not in known.window:
+                known.window[key] = _rounded(score(passes, tokens, scored, full, MemoryShape(sinks, window), None))
+            rows.append({"set": data.name, "method": "window", "window": window, "stride": None, **known.window[key]})
+            for stride in strides if adaptor is not None else ():
+                found = _rounded(score(passes, tokens, scored, full, MemoryShape(sinks, window, stride), adaptor))
+                rows.append({"set": data.name, "method": "masw", "window": window, "stride": stride, **found})
+    return rows
+
+
+def matmul_parameters(decoder: Decoder) -> int:
+    """Parameters that every token is multiplied with: all matrices, the embedding only as the head."""
+    w = decoder.weights
+    return w.head.numel() + sum(t.numel() for layer in w.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down))
+
+
+def matmul_rate(decoder: Decoder, rows: int = 512) -> float:
+    """FLOP/s of the model's widest linear on `rows` rows, the pace that a perfect step would keep."""
+    weight = decoder.weights.layers[0].gate_up
+    x = torch.ones(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    best = math.inf
+    for _ in range(6):
+        before = time.perf_counter()
+        F.linear(x, weight)
+        if weight.is_cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - before)
+    return 2 * rows * weight.numel() / best
+
+
+def _rounded(found: Score) -> dict[str, Any]:
+    means = found.means()
+    return {"n": found.count, **{key: round(means[key], 4) for key in ("agreement", "nll", "kl")}}
+
+
+def _summed(found: Score, device: torch.device) -> Score:
+    values = torch.tensor(list(asdict(found).values()), dtype=torch.float64, device=device)
+    dist.all_reduce(values)
+    count, loss, nll, kl, agreed = values.tolist()
+    return Score(int(count), loss, nll, kl, int(agreed))
+
+
+@torch.no_grad()
+def _randomise(adaptor: Adaptor) -> None:
+    """Mirrored weights at the scale of the copied ones, without their content."""
+    for parameter in adaptor.parameters():
+        parameter.copy_(torch.randn_like(parameter) * parameter.std())
+
+
+def _cut_log(path: Path, step: int) -> None:
+    """Drops lines that are younger than the checkpoint, and a torn last line."""
+    try:
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                break
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise _disk_error(error, path.parent) from None
+
+
+def _disk_error(error: Exception, folder: Path) -> MaswError:
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error).splitlines()[0][:160]
+    return MaswError(
+        f"cannot write to {folder} ({reason}); the last checkpoint there is whole: free some space and run the same command"
+    )
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying of them; a second one takes its usual course."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+
+    def catch(number: int, _frame: Any) -> None:
+        caught.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, catch)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
