@@ -179,7 +179,7 @@ def _dequantised(tensor: Any) -> torch.Tensor:
     rows = max(1, SLICE_VALUES // shape[1])
     for start in range(0, shape[0], rows):
         values = gguf.quants.dequantize(tensor.data[start : start + rows], tensor.tensor_type)
-        result[start : start + rows] = torch.from_numpy(np.ascontiguousarray(values))
+        result[start : start + rows] = torch.from_numpy(np.array(values))  # a copy: the file itself is not writable
     return result
 
 

@@ -111,8 +111,8 @@ def answers(sources: list[str], tokenizer: AnyTokenizer, cache: Path, seed: int,
 
 def frame(tokenizer: AnyTokenizer, question: str) -> tuple[list[int], list[int]]:
     """Tokens before and behind the document in the prompt of task `question`."""
-    prompt = TASKS["question"].replace("{question}", question.strip())
-    one, two = (tokenizer.chat(prompt.replace("{document}", word)) for word in ("one", "other"))
+    behind_it = TASKS["question"].replace("{question}", question.strip())
+    one, two = (tokenizer.chat(word + behind_it) for word in ("one", "other"))
     before = _common(one, two)
     behind = _common(one[before:][::-1], two[before:][::-1])
     return one[:before], one[len(one) - behind :]

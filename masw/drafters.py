@@ -29,7 +29,8 @@ class Proposal:
 class Drafter(Protocol):
     """`propose` never changes what is accepted; `settle` drops what was refused."""
 
-    memory: Memory | None
+    @property
+    def memory(self) -> Memory | None: ...
 
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         """Reads the prompt; None when there is nothing to read."""

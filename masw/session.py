@@ -176,11 +176,15 @@ class Run:
         return summarise(self.trace)
 
 
-def shipped_adaptors() -> list[Path]:
-    """Adaptor files that come with masw: beside the package in a checkout, inside it when installed from a wheel."""
+def data_folder() -> Path:
+    """Samples, adaptors and traces: inside an installed package, beside it in a checkout."""
     package = Path(masw.__file__).parent
-    folders = (package / "_data" / "adaptors", package.parent / "data" / "adaptors")
-    return next((sorted(f.glob("*.safetensors")) for f in folders if f.is_dir()), [])
+    return package / "_data" if (package / "_data").is_dir() else package.parent / "data"
+
+
+def shipped_adaptors() -> list[Path]:
+    """Adaptor files that come with masw."""
+    return sorted((data_folder() / "adaptors").glob("*.safetensors"))
 
 
 def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str) -> tuple[Adaptor, Path | None]:

@@ -26,8 +26,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise UsageError(f"temperature must be 0 to 100, not {self.temperature}")
+        if self.temperature != 0.0 and not 1e-4 <= self.temperature <= 100.0:  # colder, and fp32 overflows
+            raise UsageError(f"temperature must be 0 (greedy) or 0.0001 to 100, not {self.temperature}")
         if self.top_k < 0:
             raise UsageError(f"top-k must be 0 (off) or more, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:

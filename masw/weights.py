@@ -144,7 +144,7 @@ def random_weights(config: ModelConfig, seed: int, device: torch.device, dtype: 
         if name.endswith("norm.weight"):
             place.fill_(1.0)
             continue
-        generator.manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # the CPU's generator reads 32 bits only
         if name.endswith(".bias"):
             std = 0.1
         elif name in ("lm_head.weight", "model.embed_tokens.weight"):

@@ -44,7 +44,10 @@ def gguf_values(architecture: str, seed: int = 0, head: str = "tied") -> dict[st
         p = f"blk.{layer}"
         values[f"{p}.attn_norm.weight"], values[f"{p}.ffn_norm.weight"] = draw(HIDDEN), draw(HIDDEN)
         values[f"{p}.attn_q.weight"] = draw(HEADS * width, HIDDEN)
-        values[f"{p}.attn_k.weight"], values[f"{p}.attn_v.weight"] = draw(KV_HEADS * width, HIDDEN), draw(KV_HEADS * width, HIDDEN)
+        values[f"{p}.attn_k.weight"], values[f"{p}.attn_v.weight"] = (
+            draw(KV_HEADS * width, HIDDEN),
+            draw(KV_HEADS * width, HIDDEN),
+        )
         values[f"{p}.attn_output.weight"] = draw(HIDDEN, HEADS * width)
         values[f"{p}.ffn_gate.weight"], values[f"{p}.ffn_up.weight"] = draw(INNER, HIDDEN), draw(INNER, HIDDEN)
         values[f"{p}.ffn_down.weight"] = draw(HIDDEN, INNER)

@@ -65,7 +65,9 @@ def test_values_and_config(tmp_path: Path, architecture: str) -> None:
     found = tensors(tmp_path / "out")
     assert len(found) == len(values) and all(value.dtype == torch.bfloat16 for value in found.values())
     for part in "qkv":
-        assert torch.equal(found[f"model.layers.1.self_attn.{part}_proj.weight"], expected(values, kinds, f"blk.1.attn_{part}.weight"))
+        assert torch.equal(
+            found[f"model.layers.1.self_attn.{part}_proj.weight"], expected(values, kinds, f"blk.1.attn_{part}.weight")
+        )
     assert torch.equal(found["model.layers.0.mlp.down_proj.weight"], expected(values, kinds, "blk.0.ffn_down.weight"))
     assert torch.equal(found["model.embed_tokens.weight"], expected(values, kinds, "token_embd.weight"))
     assert torch.equal(found["model.layers.0.post_attention_layernorm.weight"], bf16(values["blk.0.ffn_norm.weight"]))

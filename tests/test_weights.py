@@ -93,7 +93,9 @@ def _break(folder: Path, how: str) -> None:
         (folder / "b.safetensors").write_bytes(file.read_bytes())
         file.rename(folder / "a.safetensors")
     elif how == "shard":
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}})
+        )
     elif how == "outside":
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../m.safetensors"}}))
     elif how == "config":
