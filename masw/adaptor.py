@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -99,16 +100,17 @@ class Adaptor(nn.Module):
         metadata = {"format": "pt", "masw": json.dumps({"version": FORMAT, "info": asdict(info), "shape": shape})}
         tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in self.named_parameters()}
         partial = path.with_name(path.name + ".partial")
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, partial, metadata)
             os.replace(partial, path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise UsageError(
-                f"cannot write the adaptor to {path}: {error.strerror or error}; free some space or choose another path"
+                f"cannot write the adaptor to {path}: {getattr(error, 'strerror', None) or error}; free some space or choose another path"
             ) from None
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path, decoder: Decoder, *, base: str, stride: int | None = None, dtype: torch.dtype | None = None) -> Adaptor:

@@ -18,7 +18,8 @@ def kv_bytes(config: ModelConfig, shape: MemoryShape, tokens: int, itemsize: int
 def parameters(config: ModelConfig) -> int:
     """Weights that a decode step reads, the LM head once whether tied or not."""
     c = config
-    attention = c.hidden * (c.q_width + 2 * c.kv_width) + c.q_width * c.hidden
+    qkv = c.q_width + 2 * c.kv_width
+    attention = c.hidden * qkv + (qkv if c.qkv_bias else 0) + (2 * c.head_dim if c.qk_norm else 0) + c.q_width * c.hidden
     return c.layers * (attention + 3 * c.hidden * c.intermediate + 2 * c.hidden) + c.vocab * c.hidden + c.hidden
 
 

@@ -114,7 +114,9 @@ class Curriculum:
     def batch(self, step: int) -> Batch:
         stage = self.stage(step)
         rng = np.random.default_rng((self.seed, step))
-        stride, window = int(rng.choice(self.strides)), int(rng.choice(self.windows))
+        # A window that holds most of a row leaves the slots nothing to do.
+        windows = [w for w in self.windows if w <= stage.length // 4] or [min(self.windows)]
+        stride, window = int(rng.choice(self.strides)), int(rng.choice(windows))
         share = np.array(stage.shares) / sum(stage.shares)
         kinds = tuple(KINDS[i] for i in rng.choice(len(KINDS), size=stage.rows, p=share))
         rows = [self.row(kind, stage.length, rng) for kind in kinds]

@@ -113,7 +113,7 @@ def generate(
             with recorder.span() as drafting:
                 proposal = drafter.propose(sequence, gamma, recorder, stop)
             if stop():
-                drafter.settle(len(sequence) - 1)
+                drafter.settle(len(sequence))  # it may have read the last token; that is accepted text
                 finish = "cancelled"
                 break
             with recorder.span() as verifying:

@@ -45,7 +45,8 @@ def summarise(trace: Trace) -> Summary:
     decode_ms = sum(e.ms for e in emits)
     read = trace.of("prefill")
     prefill_ms = read[-1].at_ms if read else 0.0
-    accepts = trace.of("accept")
+    whole = {e.round for e in emits}  # a cut file may end between a verdict and its tokens
+    accepts = [e for e in trace.of("accept") if e.round in whole]
     refused = {e.round: e.count for e in trace.of("reject")}
     judged = [(e.count, e.count + refused.get(e.round, 0)) for e in accepts]  # (accepted, drafted) of each block
     kept, drafted = sum(a for a, _ in judged), sum(d for _, d in judged)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ class Trace:
         except OSError as error:
             raise UsageError(f"cannot write the trace to {path}: {error.strerror or error}; choose another path") from None
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def lines(self) -> Iterator[str]:
         yield json.dumps({"type": "header", "schema": SCHEMA, **self.header})
@@ -96,7 +98,7 @@ class Trace:
             try:
                 row = json.loads(line)
                 kind = row.pop("type")
-                if kind == "header":
+                if kind == "header" and trace is None:
                     schema = row.pop("schema")
                     if schema != SCHEMA:
                         raise UsageError(f"{name} has trace schema {schema}, this masw reads {SCHEMA}; record it again or update masw")

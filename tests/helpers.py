@@ -34,7 +34,9 @@ OPTIONS = MemoryOptions(sinks=2, window=8, stride=4)
 # ---- tiny models
 
 
-def tiny_config(family: str = "llama", *, vocab: int = 61, layers: int = 2, heads: int = 4, kv_heads: int = 2, tied: bool = False) -> ModelConfig:
+def tiny_config(
+    family: str = "llama", *, vocab: int = 61, layers: int = 2, heads: int = 4, kv_heads: int = 2, tied: bool = False
+) -> ModelConfig:
     return ModelConfig(
         family="llama" if family == "llama3" else family,
         vocab=vocab,
@@ -127,7 +129,9 @@ def memory_for(
     if shape.stride and adaptor is None:
         assert isinstance(decoder, Decoder)
         adaptor = trained_adaptor(decoder)
-    return Memory(decoder.config, shape, tokens=tokens, device=CPU, dtype=decoder.dtype, batch=batch, adaptor=adaptor, listener=listener)
+    return Memory(
+        decoder.config, shape, tokens=tokens, device=CPU, dtype=decoder.dtype, batch=batch, adaptor=adaptor, listener=listener
+    )
 
 
 def random_tokens(count: int, vocab: int, seed: int, batch: int = 1) -> Tensor:

@@ -70,7 +70,8 @@ def test_llama3_rope_scaling_in_old_and_new_files(rope: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}, {"rope_scaling": None}, {"rope_parameters": None}]
+    "rope",
+    [{"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}, {"rope_scaling": None}, {"rope_parameters": None}],
 )
 def test_plain_rope(rope: dict[str, Any]) -> None:
     config = ModelConfig.from_hf({**without(LLAMA, "rope_theta"), **rope})

@@ -14,7 +14,16 @@ from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.dense import DenseMemory
 from masw.weights import load_weights, read_config
-from tests.helpers import CPU, FAMILIES, memory_for, random_tokens, reference_frequencies, reference_logits, tiny_config, tiny_decoder
+from tests.helpers import (
+    CPU,
+    FAMILIES,
+    memory_for,
+    random_tokens,
+    reference_frequencies,
+    reference_logits,
+    tiny_config,
+    tiny_decoder,
+)
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
@@ -111,7 +120,9 @@ def test_rope_in_bf16_keeps_its_angles_in_fp32(pair: tuple[Any, Decoder, Path]) 
 def test_the_fp64_forward_is_the_plain_reference(family: str) -> None:
     """Holds the reference that other tests lean on to the forward that transformers confirms."""
     decoder, tokens = tiny_decoder(tiny_config(family)), random_tokens(50, 61, 3, batch=2)
-    torch.testing.assert_close(streamed(decoder, tokens, 50), reference_logits(decoder, tokens, MemoryShape()), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        streamed(decoder, tokens, 50), reference_logits(decoder, tokens, MemoryShape()), rtol=0, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3"])
@@ -129,7 +140,9 @@ def test_a_verify_block_continues_the_memory(tokens: int) -> None:
     memory = memory_for(decoder, MemoryShape())
     plain = reference_logits(decoder, text, MemoryShape())
     decoder.forward(text[:, : 80 - tokens], memory)
-    torch.testing.assert_close(decoder.logits(decoder.forward(text[:, 80 - tokens :], memory)), plain[:, 80 - tokens :], rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        decoder.logits(decoder.forward(text[:, 80 - tokens :], memory)), plain[:, 80 - tokens :], rtol=0, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -190,7 +203,9 @@ def test_smollm2_greedy_text_is_transformers_generate(smollm2: Any, method: str)
     model = smollm2.target
     prompt = model.tokenizer.encode(PROMPT)
     theirs = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).eval()
-    text = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=list(model.eos_ids))[0, len(prompt) :].tolist()
+    text = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=list(model.eos_ids))[
+        0, len(prompt) :
+    ].tolist()
     run = Session(smollm2).run(prompt, RunOptions(method, MemoryOptions(2, 16, 4), Settings(40, eos_ids=model.eos_ids), "none"))
     assert list(run)
     assert run.summary().tokens == text

@@ -57,6 +57,18 @@ def reads(result: Run) -> list[list[int]]:
     return [[e.data["read"] for e in events if e.round == n + 1] for n in range(len(result.rounds))]
 
 
+def same_as_fresh(drafter: Any) -> None:
+    """The draft's memory is what it would be had it read its text token by token, with nothing drafted in between."""
+    memory, decoder = drafter.memory, getattr(drafter, "inner", drafter)._decoder
+    fresh = memory_for(decoder, memory.shape, adaptor=memory.adaptor)
+    for token in held(drafter):
+        decoder.forward(torch.tensor([[token]]), fresh)
+        fresh.commit()
+    (when, kv), (when_fresh, kv_fresh) = memory.snapshot(), fresh.snapshot()
+    assert memory.length == memory.committed and torch.equal(when, when_fresh)
+    torch.testing.assert_close(kv, kv_fresh, rtol=0, atol=1e-9)
+
+
 # ---- lossless
 
 
@@ -153,7 +165,13 @@ def test_a_draft_that_is_never_right() -> None:
     assert [r.accepted for r in result.rounds] == [0] * 6
     assert reads(result) == [[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1], [1], []]
     assert [(e.position, e.count) for e in result.recorder.trace.of("rollback", "draft")] == [(1, 2), (2, 2), (3, 2), (4, 1)]
-    assert [(e.position, e.count) for e in result.recorder.trace.of("rollback", "target")] == [(1, 3), (2, 3), (3, 3), (4, 2), (5, 1)]
+    assert [(e.position, e.count) for e in result.recorder.trace.of("rollback", "target")] == [
+        (1, 3),
+        (2, 3),
+        (3, 3),
+        (4, 2),
+        (5, 1),
+    ]
 
 
 def test_a_draft_that_is_sometimes_right() -> None:
@@ -166,7 +184,10 @@ def test_a_draft_that_is_sometimes_right() -> None:
     assert [r.accepted for r in result.rounds] == [2, 3, 0, 3]
     assert reads(result) == [[1, 1, 1], [1, 1, 1], [2, 1, 1], [1, 1, 1]]
     rejects = result.recorder.trace.of("reject")
-    assert [(e.position, e.count, e.data["tokens"], e.data["instead"]) for e in rejects] == [(3, 1, [4], 3), (8, 3, [9, 10, 11], 8)]
+    assert [(e.position, e.count, e.data["tokens"], e.data["instead"]) for e in rejects] == [
+        (3, 1, [4], 3),
+        (8, 3, [9, 10, 11], 8),
+    ]
     accepts = result.recorder.trace.of("accept")
     assert [(e.position, e.count, e.data["tokens"]) for e in accepts] == [
         (1, 2, [1, 2]),
@@ -186,7 +207,9 @@ def test_max_new_tokens_is_exact(method: str, sampling: Sampling) -> None:
     gamma = 4
     for limit in (1, 2, gamma - 1, gamma, gamma + 1, gamma + 2, 2 * gamma + 1):
         for draft in (NOISY, TARGET):
-            result = run(Target(TARGET, 60), drafter_for(method, draft, sampling=sampling), PROMPT, Settings(limit, gamma, sampling))
+            result = run(
+                Target(TARGET, 60), drafter_for(method, draft, sampling=sampling), PROMPT, Settings(limit, gamma, sampling)
+            )
             assert len(result.tokens) == limit and result.finish == "length"
             if sampling.greedy:
                 assert result.tokens == TEXT[:limit]
@@ -304,7 +327,9 @@ def test_prefill_in_chunks(method: str, chunk: int) -> None:
         seen = [item for item in items if isinstance(item, Progress) and item.who == who]
         assert [p.done for p in seen] == [*range(chunk, 36, chunk), 36] and {p.total for p in seen} == {36}
         events = recorder.trace.of("prefill", who)
-        assert [(e.position, e.position + e.count) for e in events] == [(p.done - e.count, p.done) for p, e in zip(seen, events, strict=True)]
+        assert [(e.position, e.position + e.count) for e in events] == [
+            (p.done - e.count, p.done) for p, e in zip(seen, events, strict=True)
+        ]
     assert [t for item in items if not isinstance(item, Progress) for t in item.tokens] == TEXT[:9]
     if drafter.memory is not None and drafter.memory.shape.window is not None:
         most = OPTIONS.sinks + OPTIONS.window + len(PROMPT) // OPTIONS.stride
@@ -356,8 +381,11 @@ def test_cancel_anywhere_keeps_the_partial_result_and_both_memories(method: str,
         assert target.memory.tokens()[0].tolist() == text[: target.memory.length] and target.memory.length < len(text)
         if drafter.memory is not None:
             assert held(drafter) == text[: len(held(drafter))]
-        if partial.finish == "cancelled" and sampling.greedy:  # both go on from where they stopped
-            rest = run(target, drafter, text, replace(settings, max_new_tokens=12 - len(partial.tokens)))
+            same_as_fresh(drafter)
+        if partial.finish == "cancelled" and sampling.greedy:  # both can go on from where they stopped
+            left = 12 - len(partial.tokens)
+            other = drafter if drafter.memory is None or drafter.memory.length < len(text) else drafter_for(method, NOISY)
+            rest = run(target, other, text, replace(settings, max_new_tokens=left))
             assert text + rest.tokens == PROMPT + TEXT[:12]
 
 
@@ -382,7 +410,9 @@ def test_leaving_the_generator_keeps_the_target_usable() -> None:
 def test_a_second_longer_request_on_the_same_target() -> None:
     target = Target(TARGET, 12)
     longer = random_tokens(90, 61, 5)[0].tolist()
-    assert run(target, drafter_for("full", NOISY, tokens=4), PROMPT[:5], Settings(6, 3)).tokens == argmax_text(TARGET, PROMPT[:5], 6)
+    assert run(target, drafter_for("full", NOISY, tokens=4), PROMPT[:5], Settings(6, 3)).tokens == argmax_text(
+        TARGET, PROMPT[:5], 6
+    )
     assert run(target, drafter_for("masw", NOISY, tokens=4), longer, Settings(20, 3)).tokens == argmax_text(TARGET, longer, 20)
 
 
@@ -457,16 +487,7 @@ def test_a_draft_that_was_not_fed_catches_up(method: str, skipped: int) -> None:
     assert reads(result)[1 + skipped][0] == unread_before + skipped
     if method == "full":
         assert all(r.accepted == len(r.drafted) for r in result.rounds)
-    # the memory is what it would be had it read the text token by token
-    inner = drafter.memory
-    assert inner is not None
-    fresh = memory_for(TARGET, inner.shape, adaptor=inner.adaptor)
-    for token in held(drafter):
-        TARGET.forward(torch.tensor([[token]]), fresh)
-        fresh.commit()
-    (when, kv), (when_fresh, kv_fresh) = inner.snapshot(), fresh.snapshot()
-    assert torch.equal(when, when_fresh)
-    torch.testing.assert_close(kv, kv_fresh, rtol=0, atol=1e-9)
+    same_as_fresh(drafter)
 
 
 # ---- the table of methods

@@ -242,7 +242,9 @@ def test_every_family_and_adaptor_streams_as_it_trains(family: str, mirror: str,
     decoder, tokens = DECODERS[family], random_tokens(45, 61, 9, batch=2)
     adaptor = trained_adaptor(decoder, slot_input, mirror)
     plain = reference_logits(decoder, tokens, SHAPE, adaptor)
-    dense = decoder.logits(decoder.forward(tokens, DenseMemory(SHAPE, dtype=decoder.dtype, group=decoder.config.group, adaptor=adaptor)))
+    dense = decoder.logits(
+        decoder.forward(tokens, DenseMemory(SHAPE, dtype=decoder.dtype, group=decoder.config.group, adaptor=adaptor))
+    )
     torch.testing.assert_close(dense, plain, rtol=0, atol=EXACT)
     for chunk in (1, 7, 45):
         memory = memory_for(decoder, SHAPE, batch=2, adaptor=adaptor)

@@ -24,7 +24,9 @@ Context = tuple[int, ...]
 Rule = Callable[[Tensor, Tensor], Tensor]  # (p, q) of the refused position -> what replaces the token
 
 
-def tables(sampling: Sampling, vocab: int, gamma: int, kind: str, seed: int = 0) -> tuple[dict[Context, Tensor], dict[Context, Tensor]]:
+def tables(
+    sampling: Sampling, vocab: int, gamma: int, kind: str, seed: int = 0
+) -> tuple[dict[Context, Tensor], dict[Context, Tensor]]:
     """p and q (fp64) after every context of up to gamma tokens."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -217,7 +219,9 @@ def test_residual() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
     torch.testing.assert_close(residual(p, q), torch.tensor([1.0, 0.0, 0.0]))  # a softmax would give every token a share
     assert torch.equal(residual(p, p), p)  # zero mass: no division by it
-    torch.testing.assert_close(residual(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.0, 1.0])), torch.tensor([0.5, 0.5, 0.0]))
+    torch.testing.assert_close(
+        residual(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.0, 1.0])), torch.tensor([0.5, 0.5, 0.0])
+    )
 
 
 # ---- distributions
@@ -301,7 +305,9 @@ def test_sampling_at_the_edge_of_the_range() -> None:
 # ---- the whole loop
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=4), Sampling(temperature=1.1, top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=4), Sampling(temperature=1.1, top_p=0.8)], ids=str
+)
 def test_chi_square_of_the_whole_loop(sampling: Sampling) -> None:
     """Drafting, verifying and drawing with tiny models, seed after seed: the counts are those of the target alone."""
     vocab, prompt, runs = 7, [1, 4, 2], 2000

@@ -8,7 +8,7 @@ import warnings
 
 import typer
 
-from masw.cli import doctor, models, run
+from masw.cli import doctor, evaluate, models, run
 from masw.errors import MaswError
 
 app = typer.Typer(
@@ -19,17 +19,22 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(name="run")(run.run)
+app.command(name="eval-adaptor")(evaluate.eval_adaptor)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 
 
-@app.callback()
-def version_callback(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
-    if version:
+def _version(wanted: bool) -> None:
+    if wanted:
         import masw
 
         typer.echo(f"masw {masw.__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def common(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
+    """Options before the command."""
 
 
 def main() -> None:

@@ -77,9 +77,10 @@ def run(
         _note(f"{pair}: {len(prompt.ids):,} prompt tokens, method {method}, {where} {session.pair.target.decoder.dtype}".replace("torch.", ""))
         try:
             _stream(job, session, echo=not as_json)
-        finally:
-            if trace is not None:
+        except BaseException:
+            if trace is not None:  # whatever went wrong, what was recorded until then is worth having
                 job.trace.save(trace)
+            raise
         reference = difference = None
         if compare and not stop():
             from dataclasses import replace
@@ -96,6 +97,8 @@ def run(
         typer.echo(json.dumps(report))
     else:
         typer.echo(_table(report, job, reference, session))
+    if trace is not None:
+        job.trace.save(trace)
     if stop():
         raise Cancelled("interrupted; the partial answer above is the target's own")
 

@@ -1,0 +1,137 @@
+"""The adaptor: its copy of the backbone, its file, and the files that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from masw.adaptor import Adaptor, AdaptorInfo, read_info
+from masw.decoder import Decoder
+from masw.errors import UsageError
+from tests.helpers import FAMILIES, tiny_config, tiny_decoder, trained_adaptor
+
+DECODER = tiny_decoder(tiny_config("qwen2"))
+
+
+def refusal(path: Path, *, decoder: Decoder = DECODER, base: str = "tiny", stride: int | None = None) -> str:
+    with pytest.raises(UsageError) as error:
+        Adaptor.load(path, decoder, base=base, stride=stride)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("mirror", ["kv", "qkv"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_untrained_adaptor_is_the_backbone(family: str, mirror: str) -> None:
+    decoder = tiny_decoder(tiny_config(family))
+    c = decoder.config
+    adaptor = Adaptor.copied(decoder, AdaptorInfo("tiny", (), "learned", 7, mirror))
+    assert torch.equal(adaptor.slot_embedding, decoder.weights.embed[7])  # type: ignore[arg-type]
+    h = torch.randn(2, 3, c.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for index, layer in enumerate(decoder.weights.layers):
+        whole = h @ layer.qkv.T + (0 if layer.qkv_bias is None else layer.qkv_bias)
+        q, k, v = adaptor.project(index, h)
+        torch.testing.assert_close(k, whole[..., c.q_width : c.q_width + c.kv_width])
+        torch.testing.assert_close(v, whole[..., c.q_width + c.kv_width :])
+        assert (q is None) == (mirror == "kv")
+        if q is not None:
+            torch.testing.assert_close(q, whole[..., : c.q_width])
+    assert not any(p.requires_grad for p in adaptor.parameters())
+
+
+def test_copied_weights_are_not_shared_with_the_backbone() -> None:
+    adaptor = trained_adaptor(DECODER)
+    assert not torch.equal(adaptor.kv[0], DECODER.weights.layers[0].qkv[DECODER.config.q_width :])
+    assert torch.equal(Adaptor.copied(DECODER, adaptor.info).kv[0], DECODER.weights.layers[0].qkv[DECODER.config.q_width :])
+
+
+@pytest.mark.parametrize("slot_input", ["mean", "token", "learned"])
+@pytest.mark.parametrize("mirror", ["kv", "qkv"])
+def test_a_file_holds_weights_and_provenance(tmp_path: Path, mirror: str, slot_input: str) -> None:
+    adaptor, path = trained_adaptor(DECODER, slot_input, mirror), tmp_path / "deep" / "a.safetensors"
+    adaptor.save(path, dtype=torch.float64, commit="abc", tokens_seen=12)
+    assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]  # nothing half-written beside it
+    info, shape = read_info(path)
+    assert (info.base, info.slot_input, info.mirror, info.slot_token) == ("tiny", slot_input, mirror, 3)
+    assert info.provenance == {"commit": "abc", "tokens_seen": 12}
+    assert shape == {"layers": 2, "kv_width": 16, "hidden": 24}
+    again = Adaptor.load(path, DECODER, base="tiny", stride=5)
+    mine, theirs = dict(adaptor.named_parameters()), dict(again.named_parameters())
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_files_are_bf16_by_default(tmp_path: Path) -> None:
+    adaptor = trained_adaptor(DECODER)
+    adaptor.save(tmp_path / "a.safetensors")
+    again = Adaptor.load(tmp_path / "a.safetensors", DECODER, base="tiny")
+    assert again.kv.dtype == torch.float64 and torch.equal(again.kv, adaptor.kv.bfloat16().double())
+    assert (tmp_path / "a.safetensors").stat().st_size < 2 * sum(p.numel() for p in adaptor.parameters()) + 1000
+
+
+def test_an_adaptor_for_another_draft_or_stride_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    adaptor = Adaptor.copied(DECODER, AdaptorInfo("tiny", (4, 8)))
+    adaptor.save(path)
+    assert "belongs to the draft 'tiny', not 'other'" in refusal(path, base="other")
+    assert "trained for stride 4, 8, not 5; pass --stride 4" in refusal(path, stride=5)
+    assert adaptor.serves(8) and not adaptor.serves(5)
+    Adaptor.load(path, DECODER, base="tiny", stride=8)
+    deeper = tiny_decoder(tiny_config("qwen2", layers=3))
+    assert "'layers': 2" in refusal(path, decoder=deeper) and "'layers': 3" in refusal(path, decoder=deeper)
+    assert "lacks or has extra tensors (['kv_bias'])" in refusal(path, decoder=tiny_decoder(tiny_config("llama")))
+
+
+def test_files_that_are_no_adaptor_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    assert "no adaptor at" in refusal(path)
+    assert "no adaptor at" in refusal(tmp_path)
+    for content in (b"", b"not a tensor file", bytes(200)):
+        path.write_bytes(content)
+        assert "is not an adaptor that masw wrote" in refusal(path)
+    tensors = {"kv": torch.zeros(2, 32, 24)}
+    for metadata in (None, {"masw": "{"}, {"masw": "[]"}, {"masw": json.dumps({"version": 1})}):
+        save_file(tensors, path, metadata)
+        assert "is not an adaptor that masw wrote" in refusal(path)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    Adaptor.copied(DECODER, AdaptorInfo("tiny", ())).save(path)
+    info = {"base": "tiny", "strides": []}
+    save_file({"kv": torch.zeros(1)}, path, {"masw": json.dumps({"version": 99, "info": info, "shape": {}})})
+    assert "has format 99, this masw reads format 1" in refusal(path)
+
+
+def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    Adaptor.copied(DECODER, AdaptorInfo("tiny", ())).save(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "is not an adaptor that masw wrote" in refusal(path)
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").mkdir()
+    with pytest.raises(UsageError, match="cannot write the adaptor to"):
+        trained_adaptor(DECODER).save(tmp_path / "a.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("options", [{"slot_input": "sum"}, {"mirror": "k"}])
+def test_unknown_choices_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="is unknown; use"):
+        AdaptorInfo("tiny", (), **options)  # type: ignore[arg-type]
+
+
+def test_what_the_file_system_refuses_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    too_long = "a" * 250
+    for path in (tmp_path / "file" / "a.safetensors", tmp_path / too_long):
+        with pytest.raises(UsageError, match="cannot write the adaptor to") as error:
+            trained_adaptor(DECODER).save(path)
+        assert "\n" not in str(error.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,70 @@
+"""The dense masked pass of training: batched, differentiable in the adaptor alone, the same numbers as streaming."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from masw.config import MemoryShape
+from masw.dense import DenseMemory
+from tests.helpers import random_tokens, reference_logits, tiny_config, tiny_decoder, trained_adaptor
+
+SHAPE = MemoryShape(2, 8, 4)
+DECODER = tiny_decoder(tiny_config())
+
+
+def dense_for(shape: MemoryShape, adaptor: object) -> DenseMemory:
+    return DenseMemory(shape, dtype=torch.float64, group=2, adaptor=adaptor)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, MemoryShape(0, 5, 5), MemoryShape(9, 4, 1), MemoryShape(3, 300, 7)], ids=str)
+@pytest.mark.parametrize("tokens", [3, 20, 33, 150])
+def test_one_pass_is_the_plain_reference(tokens: int, shape: MemoryShape) -> None:
+    """Few rows, many rows and several tiles."""
+    adaptor, text = trained_adaptor(DECODER), random_tokens(tokens, 61, 2, batch=2)
+    out = DECODER.logits(DECODER.forward(text, dense_for(shape, adaptor)))
+    torch.testing.assert_close(out, reference_logits(DECODER, text, shape, adaptor), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [MemoryShape(), MemoryShape(2, 8)], ids=["full", "window"])
+@pytest.mark.parametrize("tokens", [20, 150])
+def test_without_slots(tokens: int, shape: MemoryShape) -> None:
+    text = random_tokens(tokens, 61, 3, batch=2)
+    out = DECODER.logits(DECODER.forward(text, dense_for(shape, None)))
+    torch.testing.assert_close(out, reference_logits(DECODER, text, shape), rtol=0, atol=1e-9)
+
+
+def test_passes_of_different_lengths_share_no_mask() -> None:
+    adaptor, memory = trained_adaptor(DECODER), None
+    memory = dense_for(SHAPE, adaptor)
+    for tokens in (40, 12, 41, 40):
+        text = random_tokens(tokens, 61, tokens)
+        out = DECODER.logits(DECODER.forward(text, memory))
+        torch.testing.assert_close(out, reference_logits(DECODER, text, SHAPE, adaptor), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("mirror", ["kv", "qkv"])
+@pytest.mark.parametrize("tokens", [14, 90])
+def test_gradients_reach_the_adaptor_alone_and_are_right(family: str, mirror: str, tokens: int) -> None:
+    """Against automatic differentiation of the plain reference."""
+    decoder = tiny_decoder(tiny_config(family))
+    adaptor = trained_adaptor(decoder, "learned", mirror).requires_grad_(True)
+    text = random_tokens(tokens, 61, 4, batch=2)
+    weight = torch.randn(2, tokens, 61, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parameters = list(adaptor.parameters())
+    ours = torch.autograd.grad((decoder.logits(decoder.forward(text, dense_for(SHAPE, adaptor))) * weight).sum(), parameters)
+    theirs = torch.autograd.grad((reference_logits(decoder, text, SHAPE, adaptor) * weight).sum(), parameters)
+    assert not any(t.requires_grad for t in decoder.weights.tensors())
+    for a, b in zip(ours, theirs, strict=True):
+        assert b.abs().max() > 1e-3
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_the_loss_before_the_first_slot_teaches_nothing() -> None:
+    adaptor = trained_adaptor(DECODER).requires_grad_(True)
+    out = DECODER.logits(DECODER.forward(random_tokens(20, 61, 5), dense_for(SHAPE, adaptor)))
+    early, late = (
+        torch.autograd.grad(part.sum(), list(adaptor.parameters()), retain_graph=True) for part in (out[:, :4], out[:, 4:])
+    )
+    assert all(float(g.abs().max()) == 0 for g in early) and all(float(g.abs().max()) > 0 for g in late)

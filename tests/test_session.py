@@ -1,0 +1,128 @@
+"""A session over the seeded random pair: what it refuses beforehand, what runs share, where two outputs part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from masw import cost
+from masw.adaptor import Adaptor, AdaptorInfo
+from masw.config import MemoryShape
+from masw.engine import Settings
+from masw.errors import UsageError
+from masw.methods import METHODS, MemoryOptions
+from masw.session import RunOptions, Session, adaptor_for
+from masw.verify import Sampling
+from masw.zoo import Pair, load_pair
+from tests.helpers import CPU, random_tokens
+
+PROMPT = random_tokens(80, 256, 2)[0].tolist()
+MEMORY = MemoryOptions(2, 16, 4)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Pair:
+    return load_pair("tiny", CPU, torch.float32)
+
+
+def options(
+    method: str = "masw", new: int = 20, gamma: int = 4, sampling: Sampling | None = None, adaptor: str = "none"
+) -> RunOptions:
+    return RunOptions(method, MEMORY, Settings(new, gamma, sampling or Sampling()), adaptor)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_targets_own_output(tiny: Pair, method: str) -> None:
+    session = Session(tiny)
+    reference = session.run(PROMPT, options("none"))
+    run = session.run(PROMPT, options(method))
+    assert list(reference) and list(run)
+    assert run.summary().tokens == reference.summary().tokens and len(run.summary().tokens) == 20
+    assert session.difference(PROMPT, run.summary().tokens, reference.summary().tokens) is None
+
+
+def test_the_header_says_what_was_run(tiny: Pair) -> None:
+    run = Session(tiny).run(PROMPT, options())
+    header, draft = run.trace.header, tiny.draft.config
+    assert (header["pair"], header["method"], header["prompt_tokens"]) == ("tiny", "masw", 80)
+    assert header["memory"] == {"sinks": 2, "window": 16, "stride": 4, "rollback": 16}
+    assert header["settings"]["gamma"] == 4 and header["settings"]["sampling"]["temperature"] == 0.0
+    kv = header["draft_kv"]
+    assert kv["allocated_bytes"] == kv["predicted_bytes"] == cost.kv_bytes(draft, MemoryShape(2, 16, 4), 100, 4)
+    assert kv["full_bytes"] == cost.kv_bytes(draft, MemoryShape(), 100, 4)
+    assert Session(tiny).run(PROMPT, options("none")).trace.header["memory"] is None
+
+
+def test_a_document_longer_than_the_context_is_refused(tiny: Pair) -> None:
+    """The draft's limit counts too, not the target's alone."""
+    session = Session(tiny)
+    assert session.context_limit == min(tiny.draft.config.max_position, tiny.target.config.max_position) == 8192
+    with pytest.raises(UsageError, match=r"8,193 tokens, the pair has positions for 8,192") as error:
+        session.run([1] * 8173, options())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["window", "masw"])
+def test_a_block_that_does_not_fit_the_rollback_window_is_refused(tiny: Pair, method: str) -> None:
+    with pytest.raises(UsageError, match="does not fit the rollback window of 16; use a gamma of at most"):
+        Session(tiny).run(PROMPT, options(method, gamma=17))
+    assert list(Session(tiny).run(PROMPT, options("full", gamma=17)))
+
+
+@pytest.mark.parametrize("method", ["window", "masw"])
+def test_the_largest_block_that_fits_runs(tiny: Pair, method: str) -> None:
+    gamma = {"window": 16, "masw": 12}[method]
+    run = Session(tiny).run(PROMPT, options(method, new=40, gamma=gamma))
+    reference = Session(tiny).run(PROMPT, options("none", new=40))
+    assert list(run) and list(reference) and run.summary().tokens == reference.summary().tokens
+
+
+def test_draft_and_accept_rule_draw_from_two_streams_of_numbers(tiny: Pair) -> None:
+    """One stream for both would tie the acceptance of a token to its draw, and the output would no longer be the target's."""
+    run = Session(tiny).run(PROMPT, options("full", sampling=Sampling(temperature=1.0, seed=4)))
+    assert run._drafter._random.getstate() != Random(4).getstate()  # type: ignore[attr-defined]
+
+
+def test_a_self_pair_with_full_memory_is_always_accepted(tiny: Pair) -> None:
+    run = Session(Pair("self", tiny.target, tiny.target)).run(PROMPT, options("full", new=30, sampling=Sampling(temperature=1.0)))
+    assert list(run) and run.summary().acceptance == 1.0
+
+
+def test_difference_and_its_logit_gap(tiny: Pair) -> None:
+    session = Session(tiny)
+    reference = session.run(PROMPT, options("none"))
+    list(reference)
+    tokens = reference.summary().tokens
+    other = [*tokens[:7], (tokens[7] + 1) % 256, *tokens[8:]]
+    found = session.difference(PROMPT, other, tokens)
+    assert found is not None and found.index == 7
+    assert (found.ours, found.reference) == (other[7], tokens[7])
+    assert found.logit_gap is not None and found.logit_gap > 0  # the reference is the target's own choice
+    shorter = session.difference(PROMPT, tokens[:5], tokens)
+    assert shorter is not None and (shorter.index, shorter.ours, shorter.reference, shorter.logit_gap) == (
+        5,
+        None,
+        tokens[5],
+        None,
+    )
+    again = session.run(PROMPT, options("full"))
+    list(again)
+    assert again.summary().tokens == tokens  # looking at a difference left the target usable
+
+
+def test_adaptor_choice(tiny: Pair, tmp_path: Path) -> None:
+    decoder, name = tiny.draft.decoder, tiny.draft.name
+    untrained, path = adaptor_for(decoder, name, 4, "none")
+    assert path is None and untrained.info.strides == ()
+    file = tmp_path / "mine.safetensors"
+    Adaptor.copied(decoder, AdaptorInfo(name, (4,))).save(file)
+    loaded, path = adaptor_for(decoder, name, 4, str(file))
+    assert path == file and loaded.info.strides == (4,)
+    with pytest.raises(UsageError, match="was trained for stride 4, not 8"):
+        adaptor_for(decoder, name, 8, str(file))
+    with pytest.raises(UsageError, match="no adaptor at"):
+        adaptor_for(decoder, name, 4, str(tmp_path / "none.safetensors"))
+    assert adaptor_for(decoder, name, 4, "auto")[1] is None  # none ships for a random draft
