@@ -136,9 +136,7 @@ def planted_positions(tokenizer: AnyTokenizer, tokens: Sequence[int], planted: s
     return [i for i, (a, b) in enumerate(zip(begins, ends, strict=True)) if b > start and a < start + len(planted)]
 
 
-def grid(
-    data: Sequence[Path], tokenizer: AnyTokenizer, contexts: Sequence[int], docs: int, *, recall: bool
-) -> Iterator[Case]:
+def grid(data: Sequence[Path], tokenizer: AnyTokenizer, contexts: Sequence[int], docs: int, *, recall: bool) -> Iterator[Case]:
     """Cases of all files and contexts, in order."""
     for path in data:
         read = rows(path)

@@ -149,7 +149,9 @@ class MemoryShape:
             return
         slots = math.ceil(gamma / self.stride) if self.stride else 0
         if gamma + slots > self.rollback:
-            most = max(g for g in range(self.rollback + 1) if g + (math.ceil(g / self.stride) if self.stride else 0) <= self.rollback)
+            most = max(
+                g for g in range(self.rollback + 1) if g + (math.ceil(g / self.stride) if self.stride else 0) <= self.rollback
+            )
             raise UsageError(
                 f"gamma {gamma} with {slots} slots in a block does not fit the rollback window of {self.rollback}; "
                 f"use a gamma of at most {most}"

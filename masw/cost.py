@@ -39,7 +39,9 @@ def forward_flops(config: ModelConfig, rows: int, keys: int) -> int:
     return 2 * parameters(config) * rows + 4 * config.q_width * rows * keys * config.layers
 
 
-def run_bytes(target: ModelConfig, draft: ModelConfig, shape: MemoryShape | None, tokens: int, itemsize: int, *, shared: bool) -> int:
+def run_bytes(
+    target: ModelConfig, draft: ModelConfig, shape: MemoryShape | None, tokens: int, itemsize: int, *, shared: bool
+) -> int:
     """Memory that a run needs: weights (once when draft and target are one model), both KV caches and prefill activations."""
     weights = weight_bytes(target, itemsize) + (0 if shared or shape is None else weight_bytes(draft, itemsize))
     kv = kv_bytes(target, MemoryShape(), tokens, itemsize)

@@ -95,7 +95,7 @@ def texts(sources: list[str], tokenizer: AnyTokenizer, cache: Path, seed: int, n
     def pieces(row: dict[str, Any]) -> list[list[int]]:
         return [[*tokenizer.encode(row["text"]), *eos]]
 
-    return Texts(_tokenised("text", sources, ("text",), pieces, tokenizer, cache, notice), seed)
+    return Texts(_tokenised("text", [], sources, ("text",), pieces, tokenizer, cache, notice), seed)
 
 
 def answers(sources: list[str], tokenizer: AnyTokenizer, cache: Path, seed: int, notice: Notice) -> Answers:
@@ -106,13 +106,14 @@ def answers(sources: list[str], tokenizer: AnyTokenizer, cache: Path, seed: int,
         head, tail = frame(tokenizer, row["question"])
         return [head, tokenizer.encode(row["text"][:DOCUMENT_CHARS]), tail, [*tokenizer.encode(row["reference"]), *eos]]
 
-    return Answers(_tokenised("answers", sources, ("text", "question", "reference"), pieces, tokenizer, cache, notice), seed)
+    fields = ("text", "question", "reference")
+    return Answers(_tokenised("answers", frame(tokenizer, "?"), sources, fields, pieces, tokenizer, cache, notice), seed)
 
 
 def frame(tokenizer: AnyTokenizer, question: str) -> tuple[list[int], list[int]]:
     """Tokens before and behind the document in the prompt of task `question`."""
     behind_it = TASKS["question"].replace("{question}", question.strip())
-    one, two = (tokenizer.chat(word + behind_it) for word in ("one", "other"))
+    one, two = (tokenizer.chat(word + behind_it) for word in ("A", "7"))
     before = _common(one, two)
     behind = _common(one[before:][::-1], two[before:][::-1])
     return one[:before], one[len(one) - behind :]
@@ -154,8 +155,10 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {path} behind line {number} ({reason}); copy the file again") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 behind line {number} ({error.reason}); save it as UTF-8") from None
     except ValueError as error:
-        raise UsageError(f"{path}, line {number + 1} is not JSON in UTF-8 ({error}); mend or drop that line") from None
+        raise UsageError(f"{path}, line {number} is not JSON ({error}); mend or drop that line") from None
 
 
 def _folder(path: Path) -> Iterator[dict[str, Any]]:
@@ -185,6 +188,7 @@ def _hub(source: str) -> Iterator[dict[str, Any]]:
 
 def _tokenised(
     kind: str,
+    extra: Any,
     sources: list[str],
     fields: tuple[str, ...],
     pieces: Callable[[dict[str, Any]], list[list[int]]],
@@ -192,10 +196,12 @@ def _tokenised(
     cache: Path,
     notice: Notice,
 ) -> TokenFile:
-    """The token file of `sources`, from the cache where it is there."""
+    """The token file of `sources`, from the cache where it is there; `extra` is what else the tokens depend on."""
     if not sources:
         raise UsageError(f"no training {kind} was named; give at least one source")
-    key = hashlib.sha256(json.dumps([FORMAT, kind, fingerprint(tokenizer), [_content(s) for s in sources]]).encode()).hexdigest()
+    key = hashlib.sha256(
+        json.dumps([FORMAT, kind, extra, fingerprint(tokenizer), [_content(s) for s in sources]]).encode()
+    ).hexdigest()
     folder = cache / f"{kind}-{key[:16]}"
     try:
         with locked(cache / f"{kind}-{key[:16]}.lock", "this training text", notice):

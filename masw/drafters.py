@@ -92,7 +92,9 @@ class ModelDraft:
                     rows.append(q)
             position = len(sequence) + len(tokens)
             read = len(unread)
-            recorder.add("draft", "draft", position, 1, ms=span.ms, nbytes=self.memory.live_nbytes, token=token, q=belief, read=read)
+            recorder.add(
+                "draft", "draft", position, 1, ms=span.ms, nbytes=self.memory.live_nbytes, token=token, q=belief, read=read
+            )
             tokens.append(token)
             confidence.append(belief)
             unread = [token]
@@ -104,7 +106,9 @@ class ModelDraft:
 
     def _step(self, unread: list[int]) -> Tensor:
         """Next-token logits [V] after reading `unread`."""
-        hidden = self._decoder.forward(torch.tensor([unread], device=self._decoder.device), self.memory)
+        # A target padded further than the draft may emit ids that the draft has no row for; any row does, its guess is checked.
+        known = [min(token, self._decoder.config.vocab - 1) for token in unread]
+        hidden = self._decoder.forward(torch.tensor([known], device=self._decoder.device), self.memory)
         return aligned(self._decoder.logits(hidden[:, -1])[0], self._vocab)
 
 

@@ -62,6 +62,7 @@ class Target:
 
     def rewind(self, prompt: Sequence[int]) -> None:
         """Keeps what the memory shares with `prompt`, short of its last token, and drops the rest."""
+        self.memory.abandon()  # a run that was interrupted inside a forward left a block open
         held = self.memory.tokens()[0].tolist()
         limit = min(len(held), len(prompt) - 1)
         same = next((i for i in range(limit) if held[i] != prompt[i]), limit)
@@ -105,7 +106,7 @@ def generate(
     yield from read_all(readers, stop)
 
     limit = len(prompt) + settings.max_new_tokens
-    finish = "cancelled" if stop() else None
+    finish = "cancelled" if any(reader.done < reader.total for reader in readers) else None
     while finish is None:
         recorder.round += 1
         with recorder.span() as whole:
@@ -171,4 +172,6 @@ def _record_verdict(
     unjudged = verdict.gamma - n if ended else 0
     recorder.add("accept", "engine", position, n, tokens=tokens[:n], p=p[:n], q=q[:n], discarded=unjudged)
     if not ended and n < verdict.gamma:
-        recorder.add("reject", "engine", position + n, verdict.gamma - n, tokens=tokens[n:], p=p[n:], q=q[n:], instead=verdict.token)
+        recorder.add(
+            "reject", "engine", position + n, verdict.gamma - n, tokens=tokens[n:], p=p[n:], q=q[n:], instead=verdict.token
+        )

@@ -52,7 +52,12 @@ class Row:
 
 
 def variants(
-    windows: Sequence[int], strides: Sequence[int], context: int, untrained: Adaptor, trained: Callable[[int], Adaptor | None], sinks: int
+    windows: Sequence[int],
+    strides: Sequence[int],
+    context: int,
+    untrained: Adaptor,
+    trained: Callable[[int], Adaptor | None],
+    sinks: int,
 ) -> list[Variant]:
     """The draft memories of one context. `trained(r)` is the adaptor for stride r, None when there is none."""
     found = [Variant("full", MemoryShape(), None, None)]
@@ -102,7 +107,9 @@ class Outcome:
     planted: list[bool]
 
 
-def judge(decoder: Decoder, choices: Sequence[Variant], case: Case, answer: Sequence[int], tokenizer: AnyTokenizer) -> list[Outcome]:
+def judge(
+    decoder: Decoder, choices: Sequence[Variant], case: Case, answer: Sequence[int], tokenizer: AnyTokenizer
+) -> list[Outcome]:
     """Outcomes of all variants on one case; the first variant must be `full`, the reference of the KL."""
     wanted = torch.tensor(list(answer), device=decoder.device)
     spots = planted_positions(tokenizer, answer, case.planted) if case.planted else []

@@ -8,6 +8,8 @@ Storage of a layer, contiguous so that attention reads one slice without a copy:
     [ ring: last R raw tokens, token j at j % R | sinks: S first raw tokens | slots, append-only ... ]       compact
     [ raw token j at j ... ]                                                                               full
 
+The slice ends at a multiple of STEP entries; entries that hold nothing are zero and masked.
+
 The ring is longer than the window by the rollback window: a rejected block overwrites only entries that no accepted token
 needs, so `rollback` is a length change. Which entries a row sees follows from stored stamps, never from the place of an entry.
 
@@ -24,12 +26,15 @@ import torch
 from torch import Tensor
 
 from masw.adaptor import Adaptor, SlotWeights
-from masw.attention import FEW_ROWS, TiledMask, additive_mask
+from masw.attention import FEW_ROWS, TiledMask, block_mask
 from masw.config import MemoryShape, ModelConfig
 from masw.errors import MaswError
 from masw.policies import NEVER, Rows, evicted, expiry, materialise, position, visible
 
 Listener = Callable[[str, int, int], None]  # (event kind, first position, count)
+
+STEP = 64
+"""Keys come in multiples of this on the CPU: a product of a new shape costs a millisecond there, once a forward, for its kernel."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +116,8 @@ class Memory:
         self.committed = 0  # raw tokens that are final
         self._furthest = 0  # raw tokens ever held: the ring lacks what was overwritten on the way there
         capacity = shape.capacity(tokens)
-        self._kv = torch.empty(config.layers, 2, batch, config.kv_heads, capacity, config.head_dim, device=device, dtype=dtype)
-        # Attention reads ring and sinks whole; a masked entry still has to be a number, since 0 * NaN is NaN.
-        self._kv[:, :, :, :, : self.ring + shape.sinks] = 0
+        # Zeros: attention reads entries that hold nothing; masked, they still have to be numbers, since 0 * NaN is NaN.
+        self._kv = torch.zeros(config.layers, 2, batch, config.kv_heads, capacity, config.head_dim, device=device, dtype=dtype)
         self._born = torch.full((capacity,), NEVER, device=device)
         self._expires = torch.full((capacity,), -1, device=device)
         self._tokens = torch.empty(batch, max(tokens, 1), dtype=torch.long, device=device)
@@ -173,10 +177,10 @@ class Memory:
             self._born[places], self._expires[places] = times, expires
             born, ends = self._born[:live], self._expires[:live]
         self._block = _Pending(rows, places, staged, survivors, live)
-        causal = self.shape.window is None and self.length == 0 and rows.total > FEW_ROWS
+        causal = tokens.is_cuda and self.shape.window is None and self.length == 0 and rows.total > FEW_ROWS
         mask = None
-        if not causal and (self.shape.window is not None or rows.total > 1):
-            mask = additive_mask(visible(times, born, ends), self.config.group, self._kv.dtype)
+        if not causal and (self.shape.window is not None or rows.total > 1 or live > after):
+            mask = block_mask(visible(times, born, ends), self.config.group, self._kv.dtype)
         return block_of(tokens, rows, times, mask, causal, self.adaptor, self._tokens[:, :after])
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,6 +207,15 @@ class Memory:
         if block.rows.boundaries:
             self._tell("materialise", block.rows.boundaries[0], len(block.rows.boundaries))
 
+    def abandon(self) -> None:
+        """Forgets a block that never reached its end. Only a full memory can: it has overwritten nothing for it."""
+        if self._block is None:
+            return
+        if self.shape.window is not None:
+            raise RuntimeError("a compact memory cannot abandon a block: make a new one")
+        self._block = None
+        self._forget(self.length)
+
     # ---- after a block
 
     def commit(self) -> None:
@@ -221,7 +234,9 @@ class Memory:
         if self.shape.window is not None:
             limit -= max(self.committed, self._furthest - self.shape.rollback)
         if not 0 < count <= limit:
-            raise ValueError(f"cannot roll back {count} tokens: {limit} of {self.length} may be dropped ({self.committed} are final)")
+            raise ValueError(
+                f"cannot roll back {count} tokens: {limit} of {self.length} may be dropped ({self.committed} are final)"
+            )
         self.length -= count
         self.committed = min(self.committed, self.length)
         self._forget(self.length)
@@ -261,7 +276,8 @@ class Memory:
 
     def _live(self, length: int) -> int:
         """Entries of storage in use at `length` raw tokens, unused ring places included."""
-        return length if self.shape.window is None else self.ring + self.shape.sinks + self.shape.slots(length)
+        used = length if self.shape.window is None else self.ring + self.shape.sinks + self.shape.slots(length)
+        return used if self._kv.is_cuda else min(-(-used // STEP) * STEP, self._kv.shape[4])
 
     def _places(self, times: Tensor) -> Tensor:
         raw = times // 2
@@ -294,9 +310,9 @@ class Memory:
         self._expires = _grown(self._expires, 0, size, -1)
 
 
-def _grown(old: Tensor, dim: int, size: int, fill: int | None = None) -> Tensor:
+def _grown(old: Tensor, dim: int, size: int, fill: int = 0) -> Tensor:
     shape = list(old.shape)
     shape[dim] = size
-    new = old.new_empty(shape) if fill is None else old.new_full(shape, fill)
+    new = old.new_full(shape, fill)
     new.narrow(dim, 0, old.shape[dim]).copy_(old)
     return new

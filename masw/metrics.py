@@ -41,7 +41,9 @@ def summarise(trace: Trace) -> Summary:
     """Works on partial traces too (a cancelled run, a cut file)."""
     emits, verifies, drafts = trace.of("emit"), trace.of("verify"), trace.of("draft")
     tokens = [token for e in emits for token in e.data["tokens"]]
-    prefill = {who: sum(e.ms for e in trace.of("prefill", who)) if trace.of("prefill", who) else None for who in ("draft", "target")}
+    prefill = {
+        who: sum(e.ms for e in trace.of("prefill", who)) if trace.of("prefill", who) else None for who in ("draft", "target")
+    }
     decode_ms = sum(e.ms for e in emits)
     read = trace.of("prefill")
     prefill_ms = read[-1].at_ms if read else 0.0

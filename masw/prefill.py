@@ -26,7 +26,9 @@ class Progress:
 class Reader:
     """Feeds `tokens` to one model chunk by chunk. `step` enqueues one chunk; `ms` is the time its chunks took."""
 
-    def __init__(self, who: str, decoder: Decoder, memory: Memory, tokens: Sequence[int], recorder: Recorder, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, who: str, decoder: Decoder, memory: Memory, tokens: Sequence[int], recorder: Recorder, chunk: int = CHUNK
+    ) -> None:
         self.who, self.total, self.done = who, len(tokens), memory.length
         self._decoder, self._memory, self._recorder, self._chunk = decoder, memory, recorder, chunk
         self._tokens = torch.tensor([list(tokens)], dtype=torch.long, device=decoder.device)
@@ -47,6 +49,8 @@ class Reader:
                 self._read(tokens)
             self._record(start, stop, span.ms)
         else:
+            # What the memory was filled with so far (its empty stamps, a shared prefix) was enqueued on the current stream.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
@@ -81,9 +85,9 @@ def read_all(readers: Sequence[Reader], stop: Callable[[], bool]) -> Iterator[Pr
     """
     width = len(readers) if all(r.asynchronous for r in readers) else 1
     while waiting := [r for r in readers if r.done < r.total][:width]:
+        if stop():
+            break
         for reader in waiting:
-            if stop():
-                return
             yield reader.step()
     for reader in readers:
         reader.finish()

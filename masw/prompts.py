@@ -55,7 +55,9 @@ def build(tokenizer: AnyTokenizer, document: str, task: str, question: str | Non
     frame = len(render(""))
     room = limit - frame
     if room < 1:
-        raise UsageError(f"a context of {limit} prompt tokens has no room for a document beside the task's own {frame}; raise --max-context")
+        raise UsageError(
+            f"a context of {limit} prompt tokens has no room for a document beside the task's own {frame}; raise --max-context"
+        )
     ids = tokenizer.encode(document)
     whole = render(document)
     if len(whole) <= limit:

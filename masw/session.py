@@ -115,7 +115,9 @@ class Session:
                 draft.config, shape, tokens=total, device=draft.decoder.device, dtype=draft.decoder.dtype, adaptor=adaptor
             )
             # Two streams of numbers, so that the accept rule's are independent of the draft's.
-            drafter = ModelDraft(draft.decoder, memory, settings.sampling, Random(settings.sampling.seed + 1), self.pair.target.config.vocab)
+            drafter = ModelDraft(
+                draft.decoder, memory, settings.sampling, Random(settings.sampling.seed + 1), self.pair.target.config.vocab
+            )
             header["draft_kv"] = {
                 "allocated_bytes": memory.nbytes,
                 "predicted_bytes": cost.kv_bytes(draft.config, shape, total, draft.decoder.dtype.itemsize),
@@ -159,7 +161,14 @@ class Run:
     """One run: an iterable of progress and rounds, a trace that grows with it, and a summary at any time."""
 
     def __init__(
-        self, pair: Pair, target: Target, drafter: Drafter, prompt: list[int], options: RunOptions, header: dict[str, Any], stop: Callable[[], bool]
+        self,
+        pair: Pair,
+        target: Target,
+        drafter: Drafter,
+        prompt: list[int],
+        options: RunOptions,
+        header: dict[str, Any],
+        stop: Callable[[], bool],
     ) -> None:
         self._pair, self._target, self._drafter = pair, target, drafter
         self.prompt, self.options, self._stop = prompt, options, stop
@@ -197,4 +206,3 @@ def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str) -> tuple[
             if info.base == base and (not info.strides or stride in info.strides):
                 return Adaptor.load(path, decoder, base=base, stride=stride), path
     return Adaptor.copied(decoder, AdaptorInfo(base, ())), None
-

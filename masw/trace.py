@@ -76,7 +76,9 @@ class Trace:
     def lines(self) -> Iterator[str]:
         yield json.dumps({"type": "header", "schema": SCHEMA, **self.header})
         for event in self.events:
-            yield json.dumps({"type": "event", **{k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(event).items()}})
+            yield json.dumps(
+                {"type": "event", **{k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(event).items()}}
+            )
 
     @staticmethod
     def load(path: Path) -> Trace:
@@ -101,7 +103,9 @@ class Trace:
                 if kind == "header" and trace is None:
                     schema = row.pop("schema")
                     if schema != SCHEMA:
-                        raise UsageError(f"{name} has trace schema {schema}, this masw reads {SCHEMA}; record it again or update masw")
+                        raise UsageError(
+                            f"{name} has trace schema {schema}, this masw reads {SCHEMA}; record it again or update masw"
+                        )
                     trace = Trace(row)
                 elif trace is not None and kind == "event":
                     trace.events.append(Event(**{k: v for k, v in row.items() if k in known}))
@@ -111,7 +115,9 @@ class Trace:
                 if number == len(lines) and trace is not None:
                     trace.truncated = True
                     break
-                raise UsageError(f"{name} is not a masw trace (line {number}); use a .jsonl file that `masw run --trace` wrote") from None
+                raise UsageError(
+                    f"{name} is not a masw trace (line {number}); use a .jsonl file that `masw run --trace` wrote"
+                ) from None
         if trace is None:
             raise UsageError(f"{name} holds no trace header; use a .jsonl file that `masw run --trace` wrote")
         return trace

@@ -209,7 +209,8 @@ class _Run:
         longest = max(s.length for s in self.curriculum.stages)
         if longest > decoder.config.max_position:
             raise UsageError(
-                f"rows of {longest:,} tokens are longer than the model's {decoder.config.max_position:,} positions; use shorter stages"
+                f"rows of {longest:,} tokens are longer than the model's {decoder.config.max_position:,} positions; "
+                "use shorter stages"
             )
         if any(s.rows % self.world for s in self.curriculum.stages):
             raise UsageError(f"the rows of every stage must divide by the {self.world} workers; change the stages")
@@ -329,7 +330,8 @@ class _Run:
     def _diverged(self, what: str) -> MaswError:
         kept = "its last good checkpoint stays" if (self.folder / "last.pt").exists() else "no checkpoint was written yet"
         return MaswError(
-            f"the {what} is not a number at step {self.step + 1:,}; {kept} in {self.folder}: lower the learning rate and start anew"
+            f"the {what} is not a number at step {self.step + 1:,}; {kept} in {self.folder}: "
+            "lower the learning rate and start anew"
         )
 
     def _any(self, mine: bool) -> bool:
@@ -377,8 +379,8 @@ class _Run:
                 other = [key for key in wanted if found.get(key) != wanted[key]]
                 if other:
                     raise UsageError(
-                        f"{self.folder} holds a run with another {other[0].replace('_', ' ')} ({found.get(other[0])}, not {wanted[other[0]]}); "
-                        "name another run"
+                        f"{self.folder} holds a run with another {other[0].replace('_', ' ')} "
+                        f"({found.get(other[0])}, not {wanted[other[0]]}); name another run"
                     )
             elif self.rank == 0:
                 write_json(path, wanted)

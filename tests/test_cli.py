@@ -61,7 +61,9 @@ REPORT_KEYS = {
 
 @pytest.mark.parametrize("method", ["masw", "full", "window", "none"])
 def test_json_is_one_object_last_on_standard_output(masw, document: Path, method: str) -> None:
-    code, out, _ = masw("run", document, "--pair", "tiny", "--method", method, "--max-new-tokens", 12, "--dtype", "fp32", "--compare", "--json")
+    code, out, _ = masw(
+        "run", document, "--pair", "tiny", "--method", method, "--max-new-tokens", 12, "--dtype", "fp32", "--compare", "--json"
+    )
     assert code == 0
     report = json.loads(out.splitlines()[-1])
     assert report.keys() >= REPORT_KEYS
@@ -79,7 +81,16 @@ def test_table_says_identical_and_that_slots_are_untrained(masw, document: Path)
     assert code == 0
     assert "identical to the target's own greedy output: yes" in out
     assert "untrained" in out
-    for name in ("prefill target", "prefill draft", "TTFT", "tokens per iteration", "by position", "draft KV, allocated", "predicted", "upkeep"):
+    for name in (
+        "prefill target",
+        "prefill draft",
+        "TTFT",
+        "tokens per iteration",
+        "by position",
+        "draft KV, allocated",
+        "predicted",
+        "upkeep",
+    ):
         assert name in out, name
 
 
@@ -238,7 +249,12 @@ def test_adaptor_for_another_model_or_stride_is_refused_by_name(masw, document: 
     (tmp_path / "junk.safetensors").write_bytes(b"not tensors")
     code, _, err = masw("run", document, "--pair", "tiny", "--adaptor", tmp_path / "junk.safetensors")
     assert code == 2 and "not an adaptor" in one_line(err)
-    assert masw("run", document, "--pair", "tiny", "--stride", 4, "--adaptor", tmp_path / "four.safetensors", "--max-new-tokens", 4)[0] == 0
+    assert (
+        masw("run", document, "--pair", "tiny", "--stride", 4, "--adaptor", tmp_path / "four.safetensors", "--max-new-tokens", 4)[
+            0
+        ]
+        == 0
+    )
 
 
 def test_models_commands(masw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

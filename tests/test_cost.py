@@ -57,7 +57,7 @@ def test_the_compact_memory_at_8k() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize(("rows", "before"), [(1, 30), (5, 30), (40, 0)])
+@pytest.mark.parametrize(("rows", "before"), [(1, 63), (5, 59), (40, 0)])  # whole multiples of what a memory shows at a time
 def test_flops_are_those_of_the_products(family: str, rows: int, before: int) -> None:
     """Against torch's own count of matrix products; norms and biases are the small rest."""
     decoder = tiny_decoder(tiny_config(family), dtype=torch.float32)

@@ -354,6 +354,7 @@ def test_a_wide_block_after_a_draft(drafted: int, wide: int) -> None:
     out = torch.cat([out, read(LLAMA, memory, block[:, drafted:-1])], dim=1)
     torch.testing.assert_close(out, plain[:, 33:-1], rtol=0, atol=EXACT)
     memory.rollback(SHAPE.rollback)
+    assert len(memory.snapshot()[0]) == memory.entries
     again = read(LLAMA, memory, everything[:, memory.length : -1], 1)
     torch.testing.assert_close(again, plain[:, -1 - SHAPE.rollback : -1], rtol=0, atol=EXACT)
     memory.commit()

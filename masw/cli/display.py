@@ -14,7 +14,10 @@ from masw.prefill import Progress
 
 def safe(text: str) -> str:
     """Model and document text without what could steer a terminal: control, format and surrogate characters."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") or c == "\u200d" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") or c == "\u200d" else "\N{REPLACEMENT CHARACTER}"
+        for c in text
+    )
 
 
 class PrefillBar:
@@ -26,7 +29,9 @@ class PrefillBar:
     def show(self, progress: Progress) -> None:
         bar = self._bars.get(progress.who)
         if bar is None:
-            bar = tqdm(total=progress.total, desc=f"prefill {progress.who}", unit="tok", file=sys.stderr, leave=False, disable=None)
+            bar = tqdm(
+                total=progress.total, desc=f"prefill {progress.who}", unit="tok", file=sys.stderr, leave=False, disable=None
+            )
             self._bars[progress.who] = bar
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
@@ -49,7 +54,12 @@ class Line:
 def table(lines: Iterable[Line], heads: tuple[str, str, str]) -> str:
     rows = [heads, *((line.name, line.value, line.beside) for line in lines)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    text = ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    text = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
     return "\n".join([text[0].rstrip(), "-" * (sum(widths) + 4), *(t.rstrip() for t in text[1:])])
 
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def eval_adaptor(
-    data: Annotated[list[Path], typer.Option(help="Evaluation rows (JSON lines: text, question; or LongBench's own). Repeatable.")],
+    data: Annotated[
+        list[Path], typer.Option(help="Evaluation rows (JSON lines: text, question; or LongBench's own). Repeatable.")
+    ],
     pair: Annotated[str, typer.Option(help="Preset or DRAFT:TARGET.")] = "smollm2",
     docs: Annotated[int, typer.Option(help="Documents per file and context, those that fill it.")] = 4,
     contexts: Annotated[str, typer.Option(help="Prompt lengths, tokens: 2k,4k,8k.")] = "2k",
@@ -57,7 +59,9 @@ def eval_adaptor(
     session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
     draft, tokenizer = session.pair.draft, session.pair.target.tokenizer
     if max(lengths) + answer_tokens > session.context_limit:
-        raise UsageError(f"a context of {max(lengths):,} and its answer exceed the pair's {session.context_limit:,} tokens; lower --contexts")
+        raise UsageError(
+            f"a context of {max(lengths):,} and its answer exceed the pair's {session.context_limit:,} tokens; lower --contexts"
+        )
     untrained = Adaptor.copied(draft.decoder, AdaptorInfo(draft.name, ()))
     trained = {r: adaptor_for(draft.decoder, draft.name, r, adaptor) for r in steps}
     chosen = list(cases.grid(data, tokenizer, lengths, docs, recall=recall))
@@ -68,7 +72,9 @@ def eval_adaptor(
         answer = cases.answer(session, case, answer_tokens)
         if len(answer) < 2 or (case.planted and not cases.planted_positions(tokenizer, answer, case.planted)):
             continue  # the target itself does not say it: nothing to agree with
-        shapes = evaluate.variants(wide, steps, case.context, untrained, lambda r: trained[r][0] if trained[r][1] else None, sinks)
+        shapes = evaluate.variants(
+            wide, steps, case.context, untrained, lambda r: trained[r][0] if trained[r][1] else None, sinks
+        )
         results.append((case, shapes, evaluate.judge(draft.decoder, shapes, case, answer, tokenizer)))
     if not results:
         raise UsageError("the target answered none of the cases; give other documents")
@@ -97,7 +103,20 @@ def numbers(name: str, text: str) -> list[int]:
 
 
 def _table(table: list[Row], gammas: list[int]) -> str:
-    heads = ["set", "context", "W", "r", "method", "n", "agree", *(f"tok/iter g{g}" for g in gammas), "KL", "retention", "gap", "planted"]
+    heads = [
+        "set",
+        "context",
+        "W",
+        "r",
+        "method",
+        "n",
+        "agree",
+        *(f"tok/iter g{g}" for g in gammas),
+        "KL",
+        "retention",
+        "gap",
+        "planted",
+    ]
 
     def cell(value: Any, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
@@ -105,9 +124,8 @@ def _table(table: list[Row], gammas: list[int]) -> str:
     lines = [heads]
     for row in table:
         speeds = [cell(row.tokens_per_iteration[g]) for g in gammas]
-        lines.append(
-            [row.set, cell(row.context), cell(row.window), cell(row.stride), row.method, cell(row.n), cell(row.agreement, 3), *speeds]
-            + [cell(row.kl), cell(row.retention), cell(row.recovered_gap), cell(row.planted_agreement)]
-        )
+        start = [row.set, cell(row.context), cell(row.window), cell(row.stride), row.method, cell(row.n), cell(row.agreement, 3)]
+        rest = [cell(row.kl), cell(row.retention), cell(row.recovered_gap), cell(row.planted_agreement)]
+        lines.append([*start, *speeds, *rest])
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -60,7 +60,8 @@ def path(name: Annotated[str, typer.Argument(help="Preset, model, hub id or DRAF
 
 @app.command()
 def verify(
-    name: Annotated[str | None, typer.Argument(help="Preset or model; without one, all that are here.")] = None, as_json: AsJson = False
+    name: Annotated[str | None, typer.Argument(help="Preset or model; without one, all that are here.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Read every file and compare it with its recorded SHA-256; exits 3 when one differs."""
     from masw.zoo import verify as check
@@ -70,7 +71,9 @@ def verify(
         typer.echo(json.dumps([asdict(row) for row in rows]))
     else:
         for row in rows:
-            typer.echo(f"{'ok ' if row.ok else 'BAD'}  {row.model}  {row.file}  {'' if row.ok and row.detail == 'ok' else row.detail}".rstrip())
+            typer.echo(
+                f"{'ok ' if row.ok else 'BAD'}  {row.model}  {row.file}  {'' if row.ok and row.detail == 'ok' else row.detail}".rstrip()
+            )
         if not rows:
             typer.echo("no models on this machine; run: masw models fetch smollm2")
     bad = [row for row in rows if not row.ok]

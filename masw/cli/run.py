@@ -14,20 +14,29 @@ import typer
 from masw.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
-    from masw.session import Difference, Run, RunOptions, Session
+    from masw.session import Difference, Run, Session
 
 
 def run(
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="Text document (UTF-8; UTF-16/32 with a byte order mark), - for standard input.")],
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE|-", help="Text document (UTF-8; UTF-16/32 with a byte order mark), - for standard input."),
+    ],
     question: Annotated[str | None, typer.Argument(help="The question, for --task question.")] = None,
-    pair: Annotated[str, typer.Option(help="Preset (see `masw models list`) or DRAFT:TARGET, each a hub id or a local folder.")] = "qwen2.5-coder",
+    pair: Annotated[
+        str, typer.Option(help="Preset (see `masw models list`) or DRAFT:TARGET, each a hub id or a local folder.")
+    ] = "qwen2.5-coder",
     method: Annotated[str, typer.Option(help="What the draft remembers: masw | full | window; none drafts nothing.")] = "masw",
-    task: Annotated[str | None, typer.Option(help='summarize | continue | question "...". Default: summarize, or question when one is given.')] = None,
+    task: Annotated[
+        str | None, typer.Option(help='summarize | continue | question "...". Default: summarize, or question when one is given.')
+    ] = None,
     gamma: Annotated[int, typer.Option(help="Drafted tokens per verify pass.")] = 5,
     stride: Annotated[int, typer.Option(help="r: raw tokens per memory slot.")] = 8,
     window: Annotated[int, typer.Option(help="W: last raw tokens kept exactly.")] = 512,
     sinks: Annotated[int, typer.Option(help="S: first raw tokens kept exactly.")] = 4,
-    adaptor: Annotated[str, typer.Option(help="Mirrored projections: auto (shipped with masw) | none (untrained copy) | PATH.")] = "auto",
+    adaptor: Annotated[
+        str, typer.Option(help="Mirrored projections: auto (shipped with masw) | none (untrained copy) | PATH.")
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer at most, tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from the k most likely tokens; 0: all.")] = 0,
@@ -35,15 +44,21 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto | bf16 | fp32.")] = "auto",
-    max_context: Annotated[int | None, typer.Option(help="Prompt + answer at most, tokens. Default: what the models have positions for.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Also decode autoregressively from the same prefill and compare.")] = False,
+    max_context: Annotated[
+        int | None, typer.Option(help="Prompt + answer at most, tokens. Default: what the models have positions for.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also decode autoregressively from the same prefill and compare.")
+    ] = False,
     trace: Annotated[Path | None, typer.Option(metavar="OUT.jsonl", help="Write every event of the run (JSON lines).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, last on standard output, instead of text and table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, last on standard output, instead of text and table.")
+    ] = False,
 ) -> None:
     """Answer about FILE with speculative decoding: the output is the target's own, whatever the draft remembers."""
     from masw import documents, prompts
-    from masw.engine import Settings
     from masw.devices import resolve_device, resolve_dtype
+    from masw.engine import Settings
     from masw.methods import MemoryOptions
     from masw.session import RunOptions, Session
     from masw.verify import Sampling
@@ -74,7 +89,11 @@ def run(
     with stop:
         job = session.run(prompt.ids, options, stop)
         session.warm_up(gamma)
-        _note(f"{pair}: {len(prompt.ids):,} prompt tokens, method {method}, {where} {session.pair.target.decoder.dtype}".replace("torch.", ""))
+        _note(
+            f"{pair}: {len(prompt.ids):,} prompt tokens, method {method}, {where} {session.pair.target.decoder.dtype}".replace(
+                "torch.", ""
+            )
+        )
         try:
             _stream(job, session, echo=not as_json)
         except BaseException:
@@ -210,10 +229,18 @@ def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Ses
     lines = [
         Line("prefill target", number(target_prefill, "ms", 0), "shared" if ar else ""),
         *([Line("prefill draft", number(s.prefill_ms["draft"], "ms", 0), "-" if ar else "")] if drafts else []),
-        Line("time to first token (TTFT)", number(s.ttft_ms, "ms", 0), number((target_prefill or 0) + (ar.ttft_ms or 0), "ms", 0) if ar else ""),
+        Line(
+            "time to first token (TTFT)",
+            number(s.ttft_ms, "ms", 0),
+            number((target_prefill or 0) + (ar.ttft_ms or 0), "ms", 0) if ar else "",
+        ),
         Line("emitted tokens", f"{len(s.tokens)} ({s.finish})", f"{len(ar.tokens)} ({ar.finish})" if ar else ""),
         Line("decoding", number(s.tokens_per_second, "tokens/s", 2), number(ar.tokens_per_second, "tokens/s", 2) if ar else ""),
-        Line("end to end", number(s.end_to_end_ms, "ms", 0), number((target_prefill or 0) + ar.end_to_end_ms, "ms", 0) if ar else ""),
+        Line(
+            "end to end",
+            number(s.end_to_end_ms, "ms", 0),
+            number((target_prefill or 0) + ar.end_to_end_ms, "ms", 0) if ar else "",
+        ),
     ]
     if ar is not None and report["speedup_vs_ar"]:
         total = ((target_prefill or 0) + ar.end_to_end_ms) / len(ar.tokens) / (s.end_to_end_ms / len(s.tokens))
@@ -248,11 +275,17 @@ def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: S
         gap = "one output had ended" if d["logit_gap"] is None else f"logit gap there {d['logit_gap']:.4f}"
         notes.append(f"identical to the target's own greedy output: no, first difference at token {d['index'] + 1} ({gap})")
         if d["logit_gap"] is not None and job.trace.header["provenance"]["dtype"] == "bfloat16":
-            notes.append("  bf16 rounds a pass over several rows differently from one over a single row: a near-tie can flip; --dtype fp32 settles it")
+            notes.append(
+                "  bf16 rounds a pass over several rows differently from one over a single row: a near-tie can flip; --dtype fp32 settles it"
+            )
     elif reference is not None and not greedy:
         notes.append("sampled output has the target's distribution; two sampled runs are not compared token by token")
     if job.options.method == "masw" and not job.trace.header.get("adaptor", {}).get("strides"):
-        notes.append("the draft's memory slots are untrained (no adaptor for this draft and stride): expect the acceptance of a sliding window")
+        notes.append(
+            "the draft's memory slots are untrained (no adaptor for this draft and stride): expect the acceptance of a sliding window"
+        )
     if session.pair.self_pair and job.options.method != "none":
-        notes.append("draft and target are one model here: this shows what compression costs in acceptance; no speed-up can be expected")
+        notes.append(
+            "draft and target are one model here: this shows what compression costs in acceptance; no speed-up can be expected"
+        )
     return notes
