@@ -20,7 +20,12 @@ from masw.config import ModelConfig
 from masw.decoder import Decoder
 from masw.errors import UsageError
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""1: every tensor whole. 2: `q` as a low-rank difference from the backbone's own, q = backbone + q_up @ q_down."""
+
+LOW_RANK = frozenset({"q_up", "q_down"})
+
+SHIPPED_BYTES = 16_000_000  # an adaptor that comes with masw is smaller than this
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class AdaptorInfo:
     slot_input: str = "mean"  # mean: mean of the r raw embeddings a slot closes; token: a reserved token's; learned: own vector
     slot_token: int = 0  # the reserved token, for slot_input == "token"
     mirror: str = "kv"  # kv, or qkv: slot rows have their own query projection too
+    bias: bool = False  # slot rows have K/V biases though the backbone has none (masw.quiet)
     provenance: dict[str, Any] = field(default_factory=dict)  # commit, data hash, tokens seen, recipe, measure
 
     def __post_init__(self) -> None:
@@ -52,7 +58,7 @@ class Adaptor(nn.Module):
         self.config, self.info = config, info
         rows = 2 * config.kv_width
         self.kv = nn.Parameter(torch.empty(config.layers, rows, config.hidden, dtype=dtype, device=device))
-        self.kv_bias = _optional(config.qkv_bias, (config.layers, rows), dtype, device)
+        self.kv_bias = _optional(config.qkv_bias or info.bias, (config.layers, rows), dtype, device)
         wide = info.mirror == "qkv"
         self.q = _optional(wide, (config.layers, config.q_width, config.hidden), dtype, device)
         self.q_bias = _optional(wide and config.qkv_bias, (config.layers, config.q_width), dtype, device)
@@ -68,10 +74,10 @@ class Adaptor(nn.Module):
             adaptor.kv[index].copy_(layer.qkv[c.q_width :])
             if adaptor.q is not None:
                 adaptor.q[index].copy_(layer.qkv[: c.q_width])
-            if layer.qkv_bias is not None and adaptor.kv_bias is not None:
-                adaptor.kv_bias[index].copy_(layer.qkv_bias[c.q_width :])
-                if adaptor.q_bias is not None:
-                    adaptor.q_bias[index].copy_(layer.qkv_bias[: c.q_width])
+            if adaptor.kv_bias is not None:
+                adaptor.kv_bias[index].copy_(torch.zeros(()) if layer.qkv_bias is None else layer.qkv_bias[c.q_width :])
+            if adaptor.q_bias is not None and layer.qkv_bias is not None:
+                adaptor.q_bias[index].copy_(layer.qkv_bias[: c.q_width])
         if adaptor.slot_embedding is not None:
             adaptor.slot_embedding.copy_(decoder.weights.embed[info.slot_token])
         return adaptor.requires_grad_(False)
@@ -93,12 +99,32 @@ class Adaptor(nn.Module):
     def serves(self, stride: int) -> bool:
         return not self.info.strides or stride in self.info.strides
 
-    def save(self, path: Path, *, dtype: torch.dtype = torch.bfloat16, **provenance: Any) -> None:
-        """Writes a safetensors file under a temporary name and renames it."""
+    def save(
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        q_rank: int = 0,
+        decoder: Decoder | None = None,
+        **provenance: Any,
+    ) -> None:
+        """Writes a safetensors file under a temporary name and renames it.
+
+        With `q_rank` a mirrored Q is written as its difference from the Q of `decoder`, the backbone, cut to that rank.
+        """
+        tensors = {name: p.detach() for name, p in self.named_parameters()}
+        version = FORMATS[0]
+        if q_rank and self.q is not None:
+            if decoder is None:
+                raise ValueError("a low-rank Q is a difference from the backbone's: pass the decoder")
+            version = FORMATS[1]
+            up, down, error = low_rank(tensors.pop("q") - _backbone_q(decoder, self.q.dtype), q_rank)
+            tensors |= {"q_up": up, "q_down": down}
+            provenance = {**provenance, "q_rank": up.shape[2], "q_rank_error": round(error, 4)}
         info = replace(self.info, provenance={**self.info.provenance, **provenance})
         shape = {"layers": self.config.layers, "kv_width": self.config.kv_width, "hidden": self.config.hidden}
-        metadata = {"format": "pt", "masw": json.dumps({"version": FORMAT, "info": asdict(info), "shape": shape})}
-        tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in self.named_parameters()}
+        metadata = {"format": "pt", "masw": json.dumps({"version": version, "info": asdict(info), "shape": shape})}
+        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
         partial = path.with_name(path.name + ".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,13 +159,16 @@ class Adaptor(nn.Module):
                 f"adaptor {path.name} was trained for stride {trained}, not {stride}; pass --stride {info.strides[0]} or --adaptor none"
             )
         with safe_open(path, framework="pt", device="cpu") as file:
-            names = dict(adaptor.named_parameters())
-            if set(file.keys()) != set(names):
-                raise UsageError(
-                    f"adaptor {path.name} lacks or has extra tensors ({sorted(set(file.keys()) ^ set(names))}); train it again"
-                )
+            names, found = dict(adaptor.named_parameters()), set(file.keys())
+            low = found >= LOW_RANK
+            whole = found - LOW_RANK | {"q"} if low else found
+            if whole != set(names):
+                raise UsageError(f"adaptor {path.name} lacks or has extra tensors ({sorted(whole ^ set(names))}); train it again")
             with torch.no_grad():
                 for name, parameter in names.items():
+                    if low and name == "q":
+                        parameter.copy_(_low_rank_q(file.get_tensor("q_up"), file.get_tensor("q_down"), decoder, path.name))
+                        continue
                     stored = file.get_tensor(name)
                     if stored.shape != parameter.shape:
                         raise UsageError(
@@ -192,6 +221,41 @@ def _unbind(weight: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, ...] | N
     return None if weight is None else weight.to(dtype).unbind(0)
 
 
+def _low_rank_q(up: Tensor, down: Tensor, decoder: Decoder, name: str) -> Tensor:
+    """The backbone's Q plus up @ down, in fp32 (fp64 for an fp64 model)."""
+    c, rank = decoder.config, up.shape[-1]
+    if up.shape != (c.layers, c.q_width, rank) or down.shape != (c.layers, rank, c.hidden):
+        raise UsageError(
+            f"adaptor {name}: q_up is {list(up.shape)} and q_down {list(down.shape)}, expected "
+            f"{[c.layers, c.q_width, rank]} and {[c.layers, rank, c.hidden]}; train it again"
+        )
+    wide = torch.promote_types(decoder.dtype, torch.float32)
+    return _backbone_q(decoder, wide) + up.to(decoder.device, wide) @ down.to(decoder.device, wide)
+
+
+def _backbone_q(decoder: Decoder, dtype: torch.dtype) -> Tensor:
+    """The backbone's query projections [layers, q_width, hidden]."""
+    return torch.stack([layer.qkv[: decoder.config.q_width].to(dtype) for layer in decoder.weights.layers])
+
+
+@torch.no_grad()
+def low_rank(difference: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
+    """Best factors up [L, m, k] and down [L, k, n] of each layer of `difference` [L, m, n], k at most `rank`, and what they
+    miss: the Frobenius norm of the rest over that of the whole."""
+    wide = difference.to(torch.promote_types(difference.dtype, torch.float32))
+    u, s, v = torch.linalg.svd(wide, full_matrices=False)
+    root = s[:, :rank].sqrt()  # both factors at one scale, so that rounding hurts neither more
+    missed = float(s[:, rank:].square().sum().sqrt() / s.square().sum().sqrt().clamp_min(torch.finfo(s.dtype).tiny))
+    return u[:, :, :rank] * root[:, None], root[:, :, None] * v[:, :rank], missed
+
+
+def rank_that_fits(config: ModelConfig, limit: int = SHIPPED_BYTES) -> int:
+    """Largest rank of Q's difference at which a bf16 adaptor file stays under `limit` bytes; 0 when none does."""
+    vectors = 2 * config.kv_width + config.q_width  # biases, whether there are any or not
+    others = 2 * (config.layers * (2 * config.kv_width * config.hidden + vectors) + config.hidden) + 65_536  # metadata
+    return max(0, min(config.hidden, (limit - others) // (2 * config.layers * (config.q_width + config.hidden))))
+
+
 def read_info(path: Path) -> tuple[AdaptorInfo, dict[str, int]]:
     """Metadata of an adaptor file, without its weights. Raises UsageError for anything else."""
     if not path.is_file():
@@ -200,8 +264,9 @@ def read_info(path: Path) -> tuple[AdaptorInfo, dict[str, int]]:
         with safe_open(path, framework="pt", device="cpu") as file:
             raw = json.loads((file.metadata() or {})["masw"])
         info = raw["info"]
-        if raw["version"] != FORMAT:
-            raise UsageError(f"adaptor {path.name} has format {raw['version']}, this masw reads format {FORMAT}; update masw")
+        if raw["version"] not in FORMATS:
+            known = " and ".join(map(str, FORMATS))
+            raise UsageError(f"adaptor {path.name} has format {raw['version']}, this masw reads formats {known}; update masw")
         return AdaptorInfo(**{**info, "strides": tuple(info["strides"])}), raw["shape"]
     except (SafetensorError, KeyError, TypeError, ValueError):
         raise UsageError(f"{path} is not an adaptor that masw wrote; pass --adaptor none or another file") from None

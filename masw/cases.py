@@ -41,7 +41,8 @@ def rows(path: Path) -> list[dict[str, str]]:
     """Rows of an evaluation file as {id, text, question}. Raises UsageError with the line for anything else."""
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: U+2028 and its kin may stand inside a JSON string.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path} ({getattr(error, 'strerror', None) or 'not UTF-8'}); give a .jsonl file") from None
     for number, line in enumerate(lines, 1):
@@ -49,17 +50,17 @@ def rows(path: Path) -> list[dict[str, str]]:
             continue
         try:
             raw: dict[str, Any] = json.loads(line)
-            found.append(
-                {
-                    "id": str(raw.get("id") or raw.get("_id") or number),
-                    "text": str(raw["text"] if "text" in raw else raw["context"]),
-                    "question": str(raw.get("question") or raw.get("input") or "").strip(),
-                }
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError(f"{path}, line {number}: rows need text (or context) and a question (or input), as JSON") from None
+            text = raw["text"] if "text" in raw else raw["context"]
+            question = raw.get("question") or raw.get("input") or ""
+            if not isinstance(text, str) or not isinstance(question, str):
+                raise TypeError
+            found.append({"id": str(raw.get("id") or raw.get("_id") or number), "text": text, "question": question.strip()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UsageError(
+                f"{path}, line {number}: rows are JSON objects with text (or context) and, if they ask, a question (or input)"
+            ) from None
     if not found:
-        raise UsageError(f"{path} has no rows")
+        raise UsageError(f'{path} has no rows; give JSON lines like {{"text": "...", "question": "..."}}')
     return found
 
 
@@ -90,6 +91,8 @@ def recall_cases(data: Sequence[dict[str, str]], tokenizer: AnyTokenizer, contex
         if len(ids) < context:
             continue
         room = context - len(build(tokenizer, sentence, "question", question, context).ids) - 8
+        if room < 16:
+            raise UsageError(f"a context of {context:,} tokens has no room around a planted fact; raise --contexts")
         at = int(room * random.uniform(0.1, 0.4))
         text = tokenizer.decode(ids[:at]) + sentence + tokenizer.decode(ids[at:room])
         prompt = build(tokenizer, text, "question", question, context)
@@ -107,7 +110,8 @@ def answer(session: Session, case: Case, tokens: int, stop: Callable[[], bool] =
     """The target's greedy answer, from the cache or decoded now (with an uncompressed draft, which changes no token)."""
     target = session.pair.target
     limit = RECALL_TOKENS if case.planted else tokens
-    key = json.dumps([target.name, str(target.decoder.dtype), target.config.__dict__.__repr__(), list(case.prompt), limit])
+    # The name alone is not enough: two folders may be called alike.
+    key = json.dumps([target.name, target.provenance, repr(target.config), list(case.prompt), limit], default=str)
     path = cache_root() / "answers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     if path.is_file():
         try:

@@ -166,6 +166,15 @@ def resolve_pair(spec: str) -> PairSpec:
     return PairSpec(f"{draft.name}:{target.name}", draft, target)
 
 
+def draft_of(spec: str) -> str:
+    """The word for the draft alone in `spec`, as `resolve_pair` reads it: what training loads."""
+    spec = spec.strip()
+    resolve_pair(spec)
+    if spec in PRESETS:
+        return PRESETS[spec].draft
+    return spec if Path(spec).expanduser().is_dir() else spec.split(":", 1)[0]
+
+
 def resolve_model(name: str) -> Reference:
     """One model: an alias, a self-pair's name, a folder in the hub's layout (or the hub's cache layout), or a hub id."""
     name = name.strip()

@@ -63,6 +63,14 @@ class Stage:
             ) from None
 
 
+def check_sources(stages: tuple[Stage, ...], text: bool, answers: bool) -> None:
+    """Raises UsageError when the stages read a kind of source that is not there."""
+    if not text and any(s.reconstruction or s.text for s in stages):
+        raise UsageError("the stages read plain text but no text source was named; pass --text or use answers only")
+    if not answers and any(s.answers for s in stages):
+        raise UsageError("the stages read answers but no question source was named; pass --answers or give them no share")
+
+
 @dataclass(frozen=True)
 class Batch:
     tokens: Tensor  # [B, T]
@@ -87,10 +95,11 @@ class Curriculum:
     drawn: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     def __post_init__(self) -> None:
-        if self.texts is None and any(s.reconstruction or s.text for s in self.stages):
-            raise UsageError("the stages read plain text but no text source was named; pass --text or use answers only")
-        if self.answers is None and any(s.answers for s in self.stages):
-            raise UsageError("the stages read answers but no question source was named; pass --answers or give them no share")
+        check_sources(self.stages, self.texts is not None, self.answers is not None)
+        for stage in self.stages:
+            # Asked now: a text that is too short for the last stage must not show after hours.
+            if self.texts is not None and (stage.text or stage.reconstruction):
+                self.texts.blocks(stage.length if stage.text else self._half(stage.length))
 
     @property
     def steps(self) -> int:
@@ -124,6 +133,17 @@ class Curriculum:
         scored = torch.from_numpy(np.stack([scored for _, scored in rows]))
         return Batch(tokens, scored[:, 1:], MemoryShape(self.sinks, window, stride), kinds)
 
+    def sample(self) -> Tensor:
+        """Tokens [t] of one row of the first stage, outside the order of training: what the text is like."""
+        source = self.texts or self.answers
+        assert source is not None
+        row = source.row(0, self.stages[0].length)
+        return torch.from_numpy(row if isinstance(source, Texts) else row[0])
+
+    def _half(self, length: int) -> int:
+        """Tokens of a passage that comes twice in a row of `length`."""
+        return (length - len(self.separator)) // 2
+
     def row(self, kind: str, length: int, rng: np.random.Generator) -> tuple[Any, Any]:
         """Tokens [T] and which of them are predicted [T]."""
         index = self.drawn[kind]
@@ -138,7 +158,7 @@ class Curriculum:
         if kind == "text":
             scored[1:] = True
             return self.texts.row(index, length), scored
-        half = (length - len(self.separator)) // 2
+        half = self._half(length)
         passage = self.texts.row(index, half)
         most = max(1, min(self.most_pieces, half // 32))
         count = 2 ** int(rng.integers(0, int(np.log2(most)) + 1))

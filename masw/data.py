@@ -51,13 +51,18 @@ class Texts:
     def __init__(self, file: TokenFile, seed: int) -> None:
         self.file, self.seed = file, seed
 
-    def row(self, index: int, length: int) -> Ids:
-        """The `index`-th row of `length` tokens in this seed's order; each pass over the text has an order of its own."""
-        blocks = len(self.file.tokens) // length
-        if blocks == 0:
+    def blocks(self, length: int) -> int:
+        """Rows of `length` tokens in one pass. Raises UsageError when there is not one."""
+        found = len(self.file.tokens) // length
+        if found == 0:
             raise UsageError(
                 f"the training text has {len(self.file.tokens):,} tokens, fewer than one row of {length:,}; add text"
             )
+        return found
+
+    def row(self, index: int, length: int) -> Ids:
+        """The `index`-th row of `length` tokens in this seed's order; each pass over the text has an order of its own."""
+        blocks = self.blocks(length)
         epoch, place = divmod(index, blocks)
         start = _shuffled(self.seed, epoch, blocks, place) * length
         return self.file.tokens[start : start + length].astype(np.int64)
@@ -196,9 +201,17 @@ def _tokenised(
     cache: Path,
     notice: Notice,
 ) -> TokenFile:
-    """The token file of `sources`, from the cache where it is there; `extra` is what else the tokens depend on."""
+    """The token file of `sources`, from the cache where it is there; `extra` is what else the tokens depend on.
+
+    One source may be such a token folder itself, brought along from another machine.
+    """
     if not sources:
         raise UsageError(f"no training {kind} was named; give at least one source")
+    ready = [s for s in sources if (Path(s) / "meta.json").is_file() and (Path(s) / "pieces.npy").is_file()]
+    if ready and len(sources) > 1:
+        raise UsageError(f"{ready[0]} holds tokens, which do not mix with other sources; name it alone")
+    if ready:
+        return _opened(Path(ready[0]), kind, tokenizer)
     key = hashlib.sha256(
         json.dumps([FORMAT, kind, extra, fingerprint(tokenizer), [_content(s) for s in sources]]).encode()
     ).hexdigest()
@@ -208,18 +221,42 @@ def _tokenised(
             if not (folder / "meta.json").exists():
                 notice(f"tokenising {kind} from {', '.join(Path(s).name for s in sources)} (once)")
                 folder.mkdir(parents=True, exist_ok=True)
-                _write(folder, sources, fields, pieces)
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["tokens"],))
-        return TokenFile(tokens, np.load(folder / "pieces.npy"), key)
+                about = {"format": FORMAT, "kind": kind, "key": key, "tokenizer": fingerprint(tokenizer)}
+                _write(folder, sources, fields, pieces, about)
+        return _mapped(folder, key)
     except OSError as error:
         raise MaswError(
             f"cannot keep tokens in {cache} ({error.strerror or error}); free some space or name another cache folder"
         ) from None
 
 
+def _opened(folder: Path, kind: str, tokenizer: AnyTokenizer) -> TokenFile:
+    """Tokens that were made elsewhere, if they are whole and fit this use."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        if (meta["format"], meta["kind"]) != (FORMAT, kind):
+            raise UsageError(
+                f"{folder} holds tokens of {meta['kind']} (format {meta['format']}), not of {kind}; name another folder"
+            )
+        if meta["tokenizer"] != fingerprint(tokenizer):
+            raise UsageError(f"{folder} was tokenised for another model; tokenise the text anew for this one")
+        return _mapped(folder, meta["key"])
+    except (KeyError, TypeError, ValueError, OSError):
+        raise UsageError(f"{folder} does not hold whole tokens of this masw; copy it again, or name the text itself") from None
+
+
+def _mapped(folder: Path, key: str) -> TokenFile:
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["tokens"],))
+    return TokenFile(tokens, np.load(folder / "pieces.npy"), key)
+
+
 def _write(
-    folder: Path, sources: list[str], fields: tuple[str, ...], pieces: Callable[[dict[str, Any]], list[list[int]]]
+    folder: Path,
+    sources: list[str],
+    fields: tuple[str, ...],
+    pieces: Callable[[dict[str, Any]], list[list[int]]],
+    about: dict[str, Any],
 ) -> None:
     """Streams documents to disk as uint32, narrows to uint16 where every id fits; meta.json comes last and vouches for all."""
     offsets, done, top = [], 0, 0
@@ -246,7 +283,7 @@ def _write(
         os.replace(folder / "narrow.partial", wide)
     os.replace(wide, folder / "tokens.bin")
     np.save(folder / "pieces.npy", np.array(offsets, dtype=np.int64))
-    write_json(folder / "meta.json", {"format": FORMAT, "dtype": dtype, "tokens": done, "documents": len(offsets)})
+    write_json(folder / "meta.json", {**about, "dtype": dtype, "tokens": done, "documents": len(offsets)})
 
 
 def _content(source: str) -> str:

@@ -10,20 +10,40 @@ import torch
 from torch import Tensor
 
 from masw.adaptor import Adaptor
-from masw.attention import FEW_ROWS, TiledMask, additive_mask, tiled_mask
+from masw.attention import FEW_ROWS, OwnAttention, TiledMask, additive_mask, tiled_mask
 from masw.config import MemoryShape
+from masw.errors import UsageError
+from masw.flex import FlexMask
 from masw.memory import Block, block_of
 from masw.policies import expiry, materialise, visible
+
+ATTENTIONS = ("auto", "tiled", "mask", "flex")
+FLEX_ROWS = 2048
+"""From this many rows on a GPU reads a block-sparse mask; below, the fused kernel with a whole mask is as good."""
 
 
 class DenseMemory:
     """One pass over [B, T] raw tokens from position 0. The mask depends on T alone and is kept between passes."""
 
-    def __init__(self, shape: MemoryShape, *, dtype: torch.dtype, group: int = 1, adaptor: Adaptor | None = None) -> None:
-        """`group` is the query heads per KV head of the decoder that will read (`ModelConfig.group`)."""
+    def __init__(
+        self,
+        shape: MemoryShape,
+        *,
+        dtype: torch.dtype,
+        group: int = 1,
+        adaptor: Adaptor | None = None,
+        attention: str = "auto",
+    ) -> None:
+        """`group` is the query heads per KV head of the decoder that will read (`ModelConfig.group`).
+
+        `attention` for more than FEW_ROWS rows: tiled (made for the CPU), mask (torch's fused kernel with a whole mask), flex
+        (torch's block-sparse kernel), or auto: by device and number of rows.
+        """
+        if attention not in ATTENTIONS:
+            raise UsageError(f"attention '{attention}' is unknown; use one of {', '.join(ATTENTIONS)}")
         self.shape, self.adaptor = shape, adaptor
-        self._dtype, self._group = dtype, group
-        self._mask: tuple[int, Tensor | TiledMask] | None = None
+        self._dtype, self._group, self._attention = dtype, group, attention
+        self._mask: tuple[int, Tensor | TiledMask | OwnAttention | None] | None = None
 
     def begin(self, tokens: Tensor) -> Block:
         rows = materialise(0, tokens.shape[1], self.shape.stride if self.adaptor is not None else None)
@@ -31,13 +51,24 @@ class DenseMemory:
         # three ranges (sinks, window, slots).
         times = torch.tensor([*range(1, 2 * rows.count, 2), *(2 * tau for tau in rows.boundaries)], device=tokens.device)
         if self._mask is None or self._mask[0] != rows.count:
-            seen = visible(times, times, expiry(times, self.shape))
-            wide = rows.total > FEW_ROWS
-            self._mask = rows.count, tiled_mask(seen, self._dtype) if wide else additive_mask(seen, self._group, self._dtype)
+            self._mask = rows.count, self._masked(times)
         adaptor = None if self.adaptor is None else self.adaptor.unbound(self._dtype)
-        return block_of(tokens, rows, times, self._mask[1], False, adaptor, tokens)
+        mask = self._mask[1]
+        return block_of(tokens, rows, times, mask, mask is None, adaptor, tokens)  # type: ignore[arg-type]
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _masked(self, times: Tensor) -> Tensor | TiledMask | OwnAttention | None:
+        """The mask of rows with these stamps; None for plain causal attention."""
+        expires, kind = expiry(times, self.shape), self._attention
+        if kind == "auto":
+            kind = "tiled" if times.device.type == "cpu" else "flex" if len(times) > FLEX_ROWS else "mask"
+        if len(times) > FEW_ROWS and kind != "mask":
+            plain = self.shape.window is None and self.adaptor is None
+            if kind == "flex":
+                return None if plain else FlexMask(times, expires)
+            return tiled_mask(visible(times, times, expires), self._dtype)
+        return additive_mask(visible(times, times, expires), self._group, self._dtype)
+
+    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def end(self) -> None:

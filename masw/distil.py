@@ -22,15 +22,17 @@ CHUNK_ROWS = 128  # of logits at a time: 128 rows of 49K fp32 are 25 MB
 class Passes:
     """Dense passes of one decoder. Their masks are kept, one set a shape."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, attention: str = "auto") -> None:
+        self.decoder, self._attention = decoder, attention
         self._memories: dict[MemoryShape, DenseMemory] = {}
 
     def hidden(self, tokens: Tensor, shape: MemoryShape, adaptor: Adaptor | None) -> Tensor:
         """Hidden states [B, T, H] of raw tokens [B, T] read through a memory of `shape`; slots only with an adaptor."""
         memory = self._memories.get(shape)
         if memory is None:
-            memory = self._memories[shape] = DenseMemory(shape, dtype=self.decoder.dtype, group=self.decoder.config.group)
+            memory = self._memories[shape] = DenseMemory(
+                shape, dtype=self.decoder.dtype, group=self.decoder.config.group, attention=self._attention
+            )
         memory.adaptor = adaptor
         return self.decoder.forward(tokens, memory)
 

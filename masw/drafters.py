@@ -14,7 +14,7 @@ from masw.decoder import Decoder
 from masw.memory import Memory
 from masw.prefill import Reader
 from masw.recorder import Recorder
-from masw.verify import Sampling, distribution, draw
+from masw.verify import Sampling, distribution, draw, likeliest
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class ModelDraft:
                 if not tokens:
                     self.memory.commit()  # what was unread is accepted text
                 if self._sampling.greedy:
-                    token = int(logits.argmax())
-                    belief = float((logits[token].float() - logits.float().logsumexp(0)).exp())
+                    token = int(likeliest(logits))
+                    belief = float(logits.softmax(0, dtype=torch.float32)[token])
                 else:
                     q = distribution(logits, self._sampling)
                     token = draw(q, self._random.random())

@@ -19,7 +19,7 @@ from masw.errors import UsageError
 from masw.memory import Memory
 from masw.prefill import CHUNK, Progress, Reader, read_all
 from masw.recorder import Recorder
-from masw.verify import Sampling, Verdict, accept, accept_greedy, distribution
+from masw.verify import Sampling, Verdict, accept, accept_greedy, distribution, likeliest
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,14 @@ def judge(logits: Tensor, proposal: Proposal, sampling: Sampling, random: Random
     """Applies the accept rule to target logits [gamma + 1, V]; also returns p of each drafted token (softmax when greedy)."""
     gamma = len(proposal.tokens)
     if sampling.greedy:
-        verdict = accept_greedy(logits.argmax(-1).tolist(), proposal.tokens)
-        chosen = logits[:gamma].float()
-        p = (chosen[range(gamma), proposal.tokens] - chosen.logsumexp(-1)).exp().tolist() if gamma else []
+        verdict = accept_greedy(likeliest(logits).tolist(), proposal.tokens)
+        p = logits[:gamma].softmax(-1, dtype=torch.float32)[range(gamma), proposal.tokens].tolist() if gamma else []
         return verdict, p
     probabilities = distribution(logits, sampling)
-    q = proposal.q if proposal.q is not None else probabilities[:0]
+    q = proposal.q
+    if q is None:  # copied, not drawn: all of q lies on the token itself
+        q = torch.zeros_like(probabilities[:gamma])
+        q[range(gamma), proposal.tokens] = 1.0
     verdict = accept(probabilities, q, proposal.tokens, [random.random() for _ in range(gamma + 1)])
     return verdict, [float(probabilities[i, token]) for i, token in enumerate(proposal.tokens)]
 

@@ -6,20 +6,24 @@ answer prefix decides every round. Tokens per iteration follow from the agreemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from masw.adaptor import Adaptor
+from masw import cases
+from masw.adaptor import Adaptor, AdaptorInfo
 from masw.cases import Case, planted_positions
 from masw.config import MemoryShape
 from masw.decoder import Decoder
+from masw.drafters import aligned
 from masw.memory import Memory
 from masw.prefill import CHUNK
+from masw.session import Session
 from masw.tokenizer import AnyTokenizer
+from masw.verify import likeliest
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """Means over n cases. `kl` in nats per token against the full-KV draft."""
+    """Means over n cases. `kl` in nats per token against the full-KV draft; `agreement` of a recall set counts the planted
+    tokens alone, all else the whole answer."""
 
     set: str
     context: int
@@ -47,8 +52,7 @@ class Row:
     tokens_per_iteration: dict[int, float]  # by gamma
     kl: float
     retention: float | None  # tokens per iteration over that of `full`, at the first gamma
-    recovered_gap: float | None  # (masw - window) / (full - window), at the first gamma
-    planted_agreement: float | None = None
+    recovered_gap: float | None  # (masw - window) / (full - window), at the first gamma; None where full is no better
 
 
 def variants(
@@ -74,9 +78,13 @@ def variants(
 
 
 @torch.no_grad()
-def predictions(decoder: Decoder, variant: Variant, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """Draft logits [len(answer), V] for each answer token, after the prompt and the answer before it."""
-    sequence = torch.tensor([[*prompt, *answer[:-1]]], device=decoder.device)
+def predictions(decoder: Decoder, variant: Variant, prompt: Sequence[int], answer: Sequence[int], vocab: int) -> Tensor:
+    """Draft logits [len(answer), vocab] for each answer token, after the prompt and the answer before it.
+
+    `vocab` is the width of the target's: as in the engine, logits are cut or padded to it, and ids that only the target has
+    read as the draft's last one.
+    """
+    sequence = torch.tensor([[*prompt, *answer[:-1]]], device=decoder.device).clamp_max(decoder.config.vocab - 1)
     total, read = sequence.shape[1], len(prompt) - 1
     memory = Memory(
         decoder.config, variant.shape, tokens=total, device=decoder.device, dtype=decoder.dtype, adaptor=variant.adaptor
@@ -84,7 +92,7 @@ def predictions(decoder: Decoder, variant: Variant, prompt: Sequence[int], answe
     for start in range(0, read, CHUNK):
         decoder.forward(sequence[:, start : min(start + CHUNK, read)], memory)
         memory.commit()
-    return decoder.logits(decoder.forward(sequence[:, read:], memory)[0])
+    return aligned(decoder.logits(decoder.forward(sequence[:, read:], memory)[0]), vocab)
 
 
 def tokens_per_iteration(agree: Sequence[bool], gamma: int) -> float:
@@ -104,25 +112,58 @@ class Outcome:
 
     agree: list[bool]
     kl: float
-    planted: list[bool]
+    planted: list[bool]  # of the tokens that repeat the planted fact
+
+    @property
+    def agreement(self) -> float:
+        return fmean(self.planted or self.agree)
 
 
 def judge(
-    decoder: Decoder, choices: Sequence[Variant], case: Case, answer: Sequence[int], tokenizer: AnyTokenizer
+    decoder: Decoder, choices: Sequence[Variant], case: Case, answer: Sequence[int], tokenizer: AnyTokenizer, vocab: int
 ) -> list[Outcome]:
-    """Outcomes of all variants on one case; the first variant must be `full`, the reference of the KL."""
+    """Outcomes of all variants on one case; the first variant must be `full`, the reference of the KL. `vocab`: the target's."""
     wanted = torch.tensor(list(answer), device=decoder.device)
     spots = planted_positions(tokenizer, answer, case.planted) if case.planted else []
     reference: Tensor | None = None
     found = []
     for variant in choices:
-        logits = predictions(decoder, variant, case.prompt, answer).float()
-        beliefs = logits.log_softmax(-1)
+        logits = predictions(decoder, variant, case.prompt, answer, vocab)
+        beliefs = logits[:, : decoder.config.vocab].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         reference = beliefs if reference is None else reference
         kl = (reference.exp() * (reference - beliefs)).sum(-1).mean()
-        agree = (logits.argmax(-1) == wanted).tolist()
+        agree = (likeliest(logits) == wanted).tolist()
         found.append(Outcome(agree, float(kl), [agree[i] for i in spots]))
     return found
+
+
+def run(
+    session: Session,
+    chosen: Iterable[Case],
+    windows: Sequence[int],
+    strides: Sequence[int],
+    gammas: Sequence[int],
+    trained: Callable[[int], Adaptor | None],
+    *,
+    sinks: int,
+    answer_tokens: int,
+    methods: Container[str] | None = None,
+) -> list[Row]:
+    """The whole measure on `chosen` cases. `trained(r)` as in `variants`; a case that the target itself gets wrong is left out.
+
+    `methods` leaves out all others but `full`, which the rest is compared with.
+    """
+    draft, target = session.pair.draft, session.pair.target
+    untrained = Adaptor.copied(draft.decoder, AdaptorInfo(draft.name, ()))
+    results = []
+    for case in chosen:
+        said = cases.answer(session, case, answer_tokens)
+        if len(said) < 2 or (case.planted and not planted_positions(target.tokenizer, said, case.planted)):
+            continue
+        choices = variants(windows, strides, case.context, untrained, trained, sinks)
+        choices = [c for c in choices if c.method == "full" or methods is None or c.method in methods]
+        results.append((case, choices, judge(draft.decoder, choices, case, said, target.tokenizer, target.config.vocab)))
+    return summarise(results, gammas)
 
 
 def summarise(results: Sequence[tuple[Case, Sequence[Variant], Sequence[Outcome]]], gammas: Sequence[int]) -> list[Row]:
@@ -137,7 +178,6 @@ def summarise(results: Sequence[tuple[Case, Sequence[Variant], Sequence[Outcome]
         mine = speed[name, context, method, window, stride][gammas[0]]
         full = speed[name, context, "full", None, None][gammas[0]]
         base = speed.get((name, context, "window", window, None), {}).get(gammas[0])
-        planted = [ok for o in found for ok in o.planted]
         table.append(
             Row(
                 name,
@@ -146,12 +186,11 @@ def summarise(results: Sequence[tuple[Case, Sequence[Variant], Sequence[Outcome]
                 stride,
                 method,
                 len(found),
-                fmean(fmean(o.agree) for o in found),
+                fmean(o.agreement for o in found),
                 speed[name, context, method, window, stride],
                 fmean(o.kl for o in found),
                 mine / full,
                 (mine - base) / (full - base) if base is not None and full > base and method.startswith("masw") else None,
-                fmean(planted) if planted else None,
             )
         )
     return table

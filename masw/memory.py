@@ -183,8 +183,11 @@ class Memory:
             mask = block_mask(visible(times, born, ends), self.config.group, self._kv.dtype)
         return block_of(tokens, rows, times, mask, causal, self.adaptor, self._tokens[:, :after])
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the block's k and v [B, N, G, D] of one layer; returns all keys and values [B, G, K, D] to attend to."""
+    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the block's k and v [B, N, G, D] of one layer; returns all keys and values [B, G, K, D] to attend to.
+
+        The queries q [B, N, heads, D] are for memories that decide by attention what to keep; this one decides by position.
+        """
         block = self._open()
         keys, values = self._kv[layer]
         k, v = k.transpose(1, 2), v.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The table of methods. A method is what the draft remembers (a memory shape), or that there is no draft; tests iterate the table."""
+"""The table of methods: who drafts, and what it remembers. Tests iterate the table."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ class MemoryOptions:
 class Method:
     name: str
     title: str  # for tables and menus
-    shape: Callable[[MemoryOptions], MemoryShape] | None  # None: nothing is drafted
+    shape: Callable[[MemoryOptions], MemoryShape] | None = None  # what a draft model remembers; None: no model drafts
+    copies: bool = False  # drafts by looking up the text itself
 
     @property
     def drafts(self) -> bool:
-        return self.shape is not None
+        return self.shape is not None or self.copies
 
-    def memory(self, options: MemoryOptions) -> MemoryShape:
-        if self.shape is None:
-            raise UsageError(f"method '{self.name}' drafts nothing and has no memory")
-        return self.shape(options)
+    def memory(self, options: MemoryOptions) -> MemoryShape | None:
+        """The draft model's memory, None when no model drafts."""
+        return None if self.shape is None else self.shape(options)
 
 
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
-        Method("none", "autoregressive decoding", None),
+        Method("none", "autoregressive decoding"),
         Method("full", "draft with its full KV cache", lambda o: MemoryShape()),
         Method("window", "draft with sinks + sliding window", lambda o: MemoryShape(o.sinks, o.window)),
         Method("masw", "draft with sinks + window + memory slots", lambda o: MemoryShape(o.sinks, o.window, o.stride)),
+        Method("lookup", "copies what followed the same words earlier", copies=True),
     )
 }
 

@@ -18,14 +18,19 @@ from masw.decoder import Decoder
 from masw.drafters import Drafter, ModelDraft, NoDraft
 from masw.engine import Round, Settings, Target, generate
 from masw.errors import UsageError
+from masw.lookup import LookupDraft
 from masw.memory import Memory
 from masw.methods import MemoryOptions, method_named
 from masw.metrics import Summary, first_difference, summarise
 from masw.prefill import Progress
 from masw.provenance import provenance
+from masw.quiet import hush
 from masw.recorder import Recorder
 from masw.trace import Trace
 from masw.zoo import Pair, free_bytes
+
+
+SAMPLE = 512  # prompt tokens that show where a draft's queries point
 
 
 @dataclass(frozen=True)
@@ -35,15 +40,13 @@ class RunOptions:
     method: str = "masw"
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     settings: Settings = field(default_factory=Settings)
-    adaptor: str = "auto"  # auto | none | path of a safetensors file
+    adaptor: str = "auto"  # auto | none | quiet | path of a safetensors file, see `adaptor_for`
 
     def shape(self) -> MemoryShape | None:
-        """The draft's memory, None when nothing is drafted. Raises UsageError for a block that does not fit it."""
-        method = method_named(self.method)
-        if not method.drafts:
-            return None
-        shape = method.memory(self.memory)
-        shape.check_block(self.settings.gamma)
+        """The draft model's memory, None when none drafts. Raises UsageError for a block that does not fit it."""
+        shape = method_named(self.method).memory(self.memory)
+        if shape is not None:
+            shape.check_block(self.settings.gamma)
         return shape
 
 
@@ -96,7 +99,7 @@ class Session:
         target = self._target_for(total)
         settings = options.settings
         draft = self.pair.draft
-        drafter: Drafter = NoDraft()
+        drafter: Drafter = LookupDraft() if method_named(options.method).copies else NoDraft()
         header: dict[str, Any] = {
             "pair": self.pair.name,
             "method": options.method,
@@ -109,7 +112,7 @@ class Session:
         if shape is not None:
             adaptor = None
             if shape.stride is not None:
-                adaptor, found = adaptor_for(draft.decoder, draft.name, shape.stride, options.adaptor)
+                adaptor, found = adaptor_for(draft.decoder, draft.name, shape.stride, options.adaptor, prompt)
                 header["adaptor"] = {"file": found.name if found else None, **asdict(adaptor.info)}
             memory = Memory(
                 draft.config, shape, tokens=total, device=draft.decoder.device, dtype=draft.decoder.dtype, adaptor=adaptor
@@ -196,13 +199,24 @@ def shipped_adaptors() -> list[Path]:
     return sorted((data_folder() / "adaptors").glob("*.safetensors"))
 
 
-def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str) -> tuple[Adaptor, Path | None]:
-    """The adaptor that `choice` (auto | none | PATH) names, and the file it came from; None: untrained copy of the backbone."""
-    if choice not in ("auto", "none"):
+def adaptor_for(
+    decoder: Decoder, base: str, stride: int, choice: str, sample: Sequence[int] = ()
+) -> tuple[Adaptor, Path | None]:
+    """The adaptor that `choice` names, and the file it came from (None: untrained).
+
+    auto: the one shipped for this draft and stride, else quiet. none: a plain copy of the backbone's projections, as the paper starts
+    from. quiet: that copy with slots that nothing looks at, so that the draft is as good as its window (masw.quiet); `sample` is text
+    that shows where queries point. Anything else is a path.
+    """
+    if choice not in ("auto", "none", "quiet"):
         return Adaptor.load(Path(choice), decoder, base=base, stride=stride), Path(choice)
     if choice == "auto":
         for path in shipped_adaptors():
             info, _ = read_info(path)
             if info.base == base and (not info.strides or stride in info.strides):
                 return Adaptor.load(path, decoder, base=base, stride=stride), path
-    return Adaptor.copied(decoder, AdaptorInfo(base, ())), None
+    if choice == "none" or not sample:
+        return Adaptor.copied(decoder, AdaptorInfo(base, ())), None
+    quiet = Adaptor.copied(decoder, AdaptorInfo(base, (), bias=not decoder.config.qkv_bias))
+    hush(quiet, decoder, torch.tensor(sample[:SAMPLE], device=decoder.device))
+    return quiet, None

@@ -12,6 +12,7 @@ One process, or several under `torchrun` (each takes its share of a batch's rows
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -40,6 +41,7 @@ from masw.distil import NOTHING, Passes, Score, full_hidden, head_loss, score
 from masw.errors import Cancelled, MaswError, UsageError
 from masw.packages import write_json
 from masw.provenance import provenance
+from masw.quiet import hush
 
 FORMAT = 1
 Listener = Callable[[dict[str, Any]], None]  # gets every line of the log
@@ -56,6 +58,7 @@ class TrainConfig(BaseModel):
     slot_input: Literal["mean", "token", "learned"] = "mean"
     slot_token: int = Field(0, ge=0)
     random_init: bool = False  # ablation: mirrored weights start random, not copied
+    quiet: float = Field(0.0, ge=0, le=100)  # nats by which slot scores start lowered (masw.quiet); 0: the paper's plain copy
     strides: tuple[int, ...] = (4, 8)
     windows: tuple[int, ...] = (48, 64, 96, 128, 192, 256)
     sinks: int = Field(4, ge=0)
@@ -74,11 +77,16 @@ class TrainConfig(BaseModel):
     eval_tokens: int = Field(100_000, ge=0)  # tokens between measurements; 0: never
     eval_windows: tuple[int, ...] = (128,)
     patience: int = Field(0, ge=0)  # stop after so many measurements without a better one; 0: never
+    init: str = ""  # sha256 of the adaptor file that the run starts from; empty: a copy of the backbone
+    q_rank: int = Field(0, ge=0)  # adaptor files hold a mirrored Q as a difference of this rank; 0: whole
+    attention: Literal["auto", "tiled", "mask", "flex"] = "auto"  # kernel, see masw.dense.DenseMemory
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if not self.stages or not self.strides or not self.windows:
             raise ValueError("stages, strides and windows each need at least one value")
+        if self.init and (self.random_init or self.quiet):
+            raise ValueError("a run starts from an adaptor, or from random or quiet weights, not both")
         self.parsed()
         for window in (*self.windows, *self.eval_windows):
             for stride in self.strides:
@@ -90,7 +98,7 @@ class TrainConfig(BaseModel):
 
 
 # What may differ between a run and its continuation: nothing that the loss depends on.
-_FREE = ("checkpoint_s", "checkpoint_steps", "patience")
+_FREE = ("checkpoint_s", "checkpoint_steps", "patience", "q_rank", "attention")
 
 
 def recipe(**fields: Any) -> TrainConfig:
@@ -129,6 +137,24 @@ def held_out(texts: Texts | None, answers: Answers | None, separator: list[int],
     return sets
 
 
+@dataclass(frozen=True)
+class Start:
+    """An adaptor that a run goes on from instead of a copy of the backbone."""
+
+    adaptor: Adaptor
+    about: dict[str, Any]  # file, sha256, and the tokens, step and recipe that it says it was trained with
+
+
+def start_from(path: Path, decoder: Decoder, base: str) -> Start:
+    """Reads the adaptor file `path` for `decoder`. Raises UsageError when it is none, or one for another model."""
+    adaptor = Adaptor.load(path, decoder, base=base, dtype=torch.promote_types(decoder.dtype, torch.float32))
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    known = adaptor.info.provenance
+    kept: dict[str, Any] = {key: known[key] for key in ("tokens", "step", "data", "recipe", "init") if key in known}
+    return Start(adaptor, {"file": path.name, "sha256": digest, **kept})
+
+
 class Trainee(nn.Module):
     """The adaptor and its loss, as one module that DistributedDataParallel can wrap."""
 
@@ -151,6 +177,7 @@ class Trainee(nn.Module):
 class Result:
     adaptor: Adaptor
     step: int
+    steps: int  # of the whole recipe
     tokens: int
     folder: Path
     measure: dict[str, Any]  # the last measurement, see `measure`
@@ -168,13 +195,16 @@ def train(
     listener: Listener | None = None,
     max_steps: int | None = None,
     max_seconds: float | None = None,
+    start: Start | None = None,
 ) -> Result:
     """Runs the recipe to its end, or for `max_steps` or `max_seconds` of it, going on from the folder's checkpoint.
+
+    `start` is the adaptor that `config.init` names; a checkpoint comes before it.
 
     Raises Cancelled after SIGINT or SIGTERM, when the checkpoint is written, and MaswError at a loss that is not finite, when the
     last good checkpoint stays.
     """
-    run = _Run(config, decoder, texts, answers, held, folder, separator, listener)
+    run = _Run(config, decoder, texts, answers, held, folder, separator, listener, start)
     with _caught_signals() as caught:
         return run.go(caught, max_steps, max_seconds)
 
@@ -192,9 +222,19 @@ class _Run:
         folder: Path,
         separator: list[int],
         listener: Listener | None,
+        start: Start | None,
     ) -> None:
+        if config.init != (start.about["sha256"] if start else ""):
+            raise ValueError("the recipe's init is the sha256 of the adaptor that the run starts from")
+        self.start = start
         self.config, self.decoder, self.held, self.folder, self.listener = config, decoder, held, folder, listener
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        longest = max(s.length for s in config.parsed())
+        if longest > decoder.config.max_position:
+            raise UsageError(
+                f"rows of {longest:,} tokens are longer than the model's {decoder.config.max_position:,} positions; "
+                "use shorter stages"
+            )
         self.curriculum = Curriculum(
             texts,
             answers,
@@ -206,22 +246,22 @@ class _Run:
             config.seed,
             config.most_pieces,
         )
-        longest = max(s.length for s in self.curriculum.stages)
-        if longest > decoder.config.max_position:
-            raise UsageError(
-                f"rows of {longest:,} tokens are longer than the model's {decoder.config.max_position:,} positions; "
-                "use shorter stages"
-            )
         if any(s.rows % self.world for s in self.curriculum.stages):
             raise UsageError(f"the rows of every stage must divide by the {self.world} workers; change the stages")
         self.data = [file.file.sha256[:16] for file in (texts, answers) if file is not None]
-        info = AdaptorInfo(config.base, config.strides, config.slot_input, config.slot_token, config.mirror)
+        quiet = config.quiet > 0 if start is None else start.adaptor.info.bias
+        bias = quiet and not decoder.config.qkv_bias
+        info = AdaptorInfo(config.base, config.strides, config.slot_input, config.slot_token, config.mirror, bias)
         torch.manual_seed(config.seed)
         self.adaptor = Adaptor.copied(decoder, info, dtype=torch.promote_types(decoder.dtype, torch.float32))
         if config.random_init:
             _randomise(self.adaptor)
+        if config.quiet:
+            hush(self.adaptor, decoder, self.curriculum.sample().to(decoder.device), config.quiet)
+        if start is not None:
+            _take(self.adaptor, start.adaptor)
         self.adaptor.requires_grad_(True)
-        self.passes, self.eval_passes = Passes(decoder), Passes(decoder)
+        self.passes, self.eval_passes = Passes(decoder, config.attention), Passes(decoder, config.attention)
         self.trainee: nn.Module = Trainee(self.adaptor, self.passes, config.kl)
         if self.world > 1:
             self.trainee = nn.parallel.DistributedDataParallel(self.trainee)
@@ -229,6 +269,7 @@ class _Run:
             self.adaptor.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
         self.step, self.best, self.since_best, self.measured = 0, -1.0, 0, {}  # type: ignore[var-annotated]
+        self.unsaved = False
         self.baselines = Baselines()
         self._open()
 
@@ -241,56 +282,66 @@ class _Run:
         rate = matmul_rate(self.decoder) if self.rank == 0 else 0.0
         if self.rank == 0:
             about = provenance(self.decoder.device, self.decoder.dtype)
-            self._log({"kind": "start", "tokens": curriculum.tokens_before(self.step), "gemm_gflops": round(rate / 1e9), **about})
-        if c.eval_tokens and self.step == 0:
-            self._measure()
-        while self.step < end:
-            before = time.monotonic()
-            batch = curriculum.batch(self.step)
-            lr = self.learning_rate(self.step)
-            total, norm = self._update(batch, lr)
-            self.step += 1
-            tokens, seconds = curriculum.tokens_before(self.step), time.monotonic() - before
-            if self.rank == 0:
-                per_s = batch.tokens.numel() / seconds
-                floor = 4 * matmul_parameters(self.decoder) * per_s
-                self._log(
-                    {
-                        "kind": "step",
-                        "tokens": tokens,
-                        **{k: round(v, 4) for k, v in total.means().items()},
-                        "scored": total.count,
-                        "lr": round(lr, 7),
-                        "grad_norm": round(norm, 4),
-                        "length": batch.tokens.shape[1],
-                        "window": batch.shape.window,
-                        "stride": batch.shape.stride,
-                        "kinds": "".join(kind[0] for kind in batch.kinds),
-                        "tokens_per_s": round(per_s, 1),
-                        "floor_share": round(floor / rate, 3),
-                        "eta_s": round((curriculum.tokens_before(curriculum.steps) - tokens) / per_s),
-                    }
-                )
-            if c.eval_tokens and (
-                tokens // c.eval_tokens > curriculum.tokens_before(self.step - 1) // c.eval_tokens
-                or self.step == curriculum.steps
-            ):
-                self._measure()
-                if c.patience and self.since_best >= c.patience:
-                    end = self.step
-            now = time.monotonic()
-            over = max_seconds is not None and now - started > max_seconds
-            if self._any(bool(caught) or over):
-                end = self.step
-            due = now - saved > c.checkpoint_s or (c.checkpoint_steps and self.step % c.checkpoint_steps == 0)
-            if (due or self.step >= end) and self.rank == 0:
+            self._log(
+                {
+                    "kind": "start",
+                    "tokens": curriculum.tokens_before(self.step),
+                    "steps": curriculum.steps,
+                    "all_tokens": curriculum.tokens_before(curriculum.steps),
+                    "workers": self.world,
+                    "gemm_gflops": round(rate / 1e9),
+                    **about,
+                }
+            )
+        while True:
+            if self._measure_due():
+                self._measure(caught)
+            spent = max_seconds is not None and time.monotonic() - started >= max_seconds
+            spent = spent or bool(c.patience and self.since_best >= c.patience)
+            spent, interrupted = self._any(spent), self._any(bool(caught))
+            done = self.step >= end or spent or interrupted
+            due = time.monotonic() - saved > c.checkpoint_s or (c.checkpoint_steps and self.step % c.checkpoint_steps == 0)
+            if self.rank == 0 and self.unsaved and (done or due):
                 self._save()
                 saved = time.monotonic()
-            if caught:
+            if interrupted:
                 raise Cancelled(
                     f"stopped at step {self.step:,} of {curriculum.steps:,}; the same command goes on from {self.folder}"
                 )
-        return Result(self.adaptor, self.step, curriculum.tokens_before(self.step), self.folder, self.measured)
+            if done:
+                tokens = curriculum.tokens_before(self.step)
+                return Result(self.adaptor, self.step, curriculum.steps, tokens, self.folder, self.measured)
+            self._advance(rate)
+
+    def _advance(self, rate: float) -> None:
+        """One step and its line in the log; `rate` is the FLOP/s of a perfect one."""
+        curriculum, before = self.curriculum, time.monotonic()
+        batch = curriculum.batch(self.step)
+        lr = self.learning_rate(self.step)
+        total, norm = self._update(batch, lr)
+        self.step, self.unsaved = self.step + 1, True
+        if self.rank:
+            return
+        tokens, seconds = curriculum.tokens_before(self.step), time.monotonic() - before
+        per_s = batch.tokens.numel() / seconds
+        floor = 4 * matmul_parameters(self.decoder) * per_s
+        self._log(
+            {
+                "kind": "step",
+                "tokens": tokens,
+                **{k: round(v, 4) for k, v in total.means().items()},
+                "scored": total.count,
+                "lr": round(lr, 7),
+                "grad_norm": round(norm, 4),
+                "length": batch.tokens.shape[1],
+                "window": batch.shape.window,
+                "stride": batch.shape.stride,
+                "kinds": "".join(kind[0] for kind in batch.kinds),
+                "tokens_per_s": round(per_s, 1),
+                "floor_share": round(floor / rate, 3),
+                "eta_s": round((curriculum.tokens_before(curriculum.steps) - tokens) / per_s),
+            }
+        )
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine over the tokens of the whole recipe."""
@@ -315,8 +366,7 @@ class _Run:
             with self.trainee.no_sync() if self.world > 1 and not last else _nothing():  # type: ignore[operator]
                 loss, part = self.trainee(tokens[start : start + micro], scored[start : start + micro], batch.shape, total)
                 found += part
-                if math.isfinite(part.loss):
-                    loss.backward()
+                loss.backward()  # of a loss that is not a number too: the other workers wait for this one's gradients
         if self._any(not math.isfinite(found.loss)):
             raise self._diverged("loss")
         norm = float(nn.utils.clip_grad_norm_(self.adaptor.parameters(), self.config.clip))
@@ -344,9 +394,20 @@ class _Run:
 
     # ---- measuring
 
-    def _measure(self) -> None:
-        """Held-out agreement with the full-KV model; the mean over sets, strides and windows picks the best adaptor."""
-        if self.rank or not self.held:
+    def _measure_due(self) -> bool:
+        """Before the first step, after the last, and where a multiple of `eval_tokens` was passed; once each."""
+        every, before = self.config.eval_tokens, self.curriculum.tokens_before
+        if not every or not self.held or self.measured.get("tokens") == before(self.step):
+            return False
+        at_end = self.step in (0, self.curriculum.steps)
+        return at_end or before(self.step) // every > before(self.step - 1) // every
+
+    def _measure(self, caught: list[int]) -> None:
+        """Held-out agreement with the full-KV model; the mean over sets, strides and windows picks the best adaptor.
+
+        An interrupt ends it without a result: the resumed run measures at the same step.
+        """
+        if self.rank:
             return
         before = time.monotonic()
         rows = measure(
@@ -357,11 +418,15 @@ class _Run:
             self.config.eval_windows,
             self.config.strides,
             self.baselines,
+            lambda: bool(caught),
         )
+        if caught:
+            return
         mean = sum(r["agreement"] for r in rows if r["method"] == "masw") / max(1, sum(r["method"] == "masw" for r in rows))
         self.measured = {"tokens": self.curriculum.tokens_before(self.step), "agreement": round(mean, 4), "rows": rows}
         better = mean > self.best
         self.best, self.since_best = (mean, 0) if better else (self.best, self.since_best + 1)
+        self.unsaved = True
         self._log({"kind": "measure", **self.measured, "best": better, "seconds": round(time.monotonic() - before, 1)})
         if better:
             self._write_adaptor("best.safetensors")
@@ -375,7 +440,8 @@ class _Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                found = json.loads(path.read_text(encoding="utf-8"))
+                # A recipe older than one of today's options was made with what is that option's default.
+                found = {k: f.default for k, f in TrainConfig.model_fields.items()} | json.loads(path.read_text(encoding="utf-8"))
                 other = [key for key in wanted if found.get(key) != wanted[key]]
                 if other:
                     raise UsageError(
@@ -386,7 +452,7 @@ class _Run:
                 write_json(path, wanted)
         except OSError as error:
             raise _disk_error(error, self.folder) from None
-        except ValueError:
+        except (ValueError, TypeError):
             raise UsageError(f"{path} is not a recipe that masw wrote; name another run") from None
         if (self.folder / "last.pt").exists():
             self._load()
@@ -435,17 +501,25 @@ class _Run:
             partial.unlink(missing_ok=True)
             raise _disk_error(error, self.folder) from None
         self._write_adaptor("adaptor.safetensors")
+        self.unsaved = False
 
     def _write_adaptor(self, name: str) -> None:
-        self.adaptor.save(
-            self.folder / name,
-            trained=provenance(self.decoder.device, self.decoder.dtype),
-            data=self.data,
-            step=self.step,
-            tokens=self.curriculum.tokens_before(self.step),
-            recipe=self.config.model_dump(mode="json"),
-            measure=self.measured,
-        )
+        init: dict[str, Any] = {"init": self.start.about} if self.start else {}
+        try:
+            self.adaptor.save(
+                self.folder / name,
+                q_rank=self.config.q_rank,
+                decoder=self.decoder,
+                trained=provenance(self.decoder.device, self.decoder.dtype),
+                data=self.data,
+                step=self.step,
+                tokens=self.curriculum.tokens_before(self.step),
+                recipe=self.config.model_dump(mode="json"),
+                measure=self.measured,
+                **init,
+            )
+        except UsageError as error:  # the request was fine, the disk is not
+            raise MaswError(str(error)) from None
 
     def _log(self, line: dict[str, Any]) -> None:
         line = {"step": self.step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **line}
@@ -474,15 +548,18 @@ def measure(
     windows: tuple[int, ...],
     strides: tuple[int, ...],
     baselines: Baselines | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Rows {set, method, window, stride, n, agreement, nll, kl} for the window alone and, with an adaptor, for masw.
 
-    `baselines` keeps what does not depend on the adaptor from one call to the next.
+    `baselines` keeps what does not depend on the adaptor from one call to the next. Once `stop()` is true no more rows come.
     """
     known = baselines or Baselines()
     rows: list[dict[str, Any]] = []
     device = passes.decoder.device
     for data in held:
+        if stop():
+            break
         tokens, scored = data.tokens.to(device), data.scored.to(device)
         if data.name not in known.full:
             known.full[data.name] = full_hidden(passes, tokens, scored)
@@ -493,6 +570,8 @@ def measure(
                 known.window[key] = _rounded(score(passes, tokens, scored, full, MemoryShape(sinks, window), None))
             rows.append({"set": data.name, "method": "window", "window": window, "stride": None, **known.window[key]})
             for stride in strides if adaptor is not None else ():
+                if stop():
+                    break
                 found = _rounded(score(passes, tokens, scored, full, MemoryShape(sinks, window, stride), adaptor))
                 rows.append({"set": data.name, "method": "masw", "window": window, "stride": stride, **found})
     return rows
@@ -528,6 +607,24 @@ def _summed(found: Score, device: torch.device) -> Score:
     dist.all_reduce(values)
     count, loss, nll, kl, agreed = values.tolist()
     return Score(int(count), loss, nll, kl, int(agreed))
+
+
+@torch.no_grad()
+def _take(adaptor: Adaptor, start: Adaptor) -> None:
+    """Copies the weights of `start`; a query side that only `adaptor` has stays the backbone's."""
+    mine, theirs = dict(adaptor.named_parameters()), dict(start.named_parameters())
+    wanted, found = adaptor.info, start.info
+    if wanted.slot_input != found.slot_input or (wanted.slot_input == "token" and wanted.slot_token != found.slot_token):
+        raise UsageError(
+            f"the adaptor to start from has the slot input {found.slot_input} ({found.slot_token}), "
+            f"not {wanted.slot_input} ({wanted.slot_token}); ask for the same"
+        )
+    if not theirs.keys() <= mine.keys():
+        raise UsageError(
+            f"the adaptor to start from mirrors {found.mirror}, not {wanted.mirror} alone; use --mirror {found.mirror}"
+        )
+    for name, parameter in theirs.items():
+        mine[name].copy_(parameter)
 
 
 @torch.no_grad()

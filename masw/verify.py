@@ -53,6 +53,11 @@ class Verdict:
         return self.accepted == self.gamma
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """Token [...] of the highest logit [..., V], the first of equal ones: argmax, which takes five times as long in bf16."""
+    return logits.max(-1).indices
+
+
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [..., V] (fp32, fp64 for fp64 logits) that a token is drawn from: temperature, then top-k, then top-p."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

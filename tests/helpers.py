@@ -21,6 +21,7 @@ from masw.config import MemoryShape, ModelConfig, RopeScaling
 from masw.decoder import Decoder, LayerWeights, Weights
 from masw.drafters import Drafter, ModelDraft, NoDraft
 from masw.engine import Round, Settings, Target, generate
+from masw.lookup import LookupDraft
 from masw.memory import Listener, Memory
 from masw.methods import METHODS, MemoryOptions
 from masw.recorder import Recorder
@@ -280,7 +281,7 @@ class Chain:
     def forward(self, tokens: Tensor, memory: Memory) -> Tensor:
         block = memory.begin(tokens)
         rows = torch.zeros(tokens.shape[0], len(block.positions), 1, 2, dtype=self.dtype)
-        memory.extend(0, rows, rows)
+        memory.extend(0, rows, rows, rows)
         memory.end()
         self.widths.append(tokens.shape[1])
         return torch.nn.functional.one_hot(tokens, self.config.vocab).to(self.dtype)
@@ -310,10 +311,11 @@ def drafter_for(
     tokens: int = 64,
 ) -> Drafter:
     """The drafter of a row of METHODS."""
-    if not METHODS[method].drafts:
-        return NoDraft()
+    shape = METHODS[method].memory(options)
+    if shape is None:
+        return LookupDraft() if METHODS[method].copies else NoDraft()
     sampling = sampling or Sampling()
-    memory = memory_for(draft, METHODS[method].memory(options), tokens=tokens)
+    memory = memory_for(draft, shape, tokens=tokens)
     return ModelDraft(draft, memory, sampling, Random(sampling.seed + 1), vocab or draft.config.vocab)
 
 

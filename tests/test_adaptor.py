@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from masw.adaptor import Adaptor, AdaptorInfo, read_info
+from masw.adaptor import SHIPPED_BYTES, Adaptor, AdaptorInfo, low_rank, rank_that_fits, read_info
+from masw.config import ModelConfig
 from masw.decoder import Decoder
 from masw.errors import UsageError
 from tests.helpers import FAMILIES, tiny_config, tiny_decoder, trained_adaptor
@@ -73,6 +75,91 @@ def test_files_are_bf16_by_default(tmp_path: Path) -> None:
     assert (tmp_path / "a.safetensors").stat().st_size < 2 * sum(p.numel() for p in adaptor.parameters()) + 1000
 
 
+# ---- a mirrored Q as a low-rank difference
+
+
+@pytest.mark.parametrize("rank", [1, 5, 32])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_low_rank_query_comes_back_within_its_bound(tmp_path: Path, family: str, rank: int) -> None:
+    decoder = tiny_decoder(tiny_config(family))
+    adaptor, path = trained_adaptor(decoder, "mean", "qkv"), tmp_path / "a.safetensors"
+    adaptor.save(path, dtype=torch.float64, q_rank=rank, decoder=decoder, note="kept")
+    again = Adaptor.load(path, decoder, base="tiny")
+    assert adaptor.q is not None and again.q is not None
+    others = [name for name, _ in adaptor.named_parameters() if name != "q"]
+    mine, theirs = dict(adaptor.named_parameters()), dict(again.named_parameters())
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in others)
+    backbone = torch.stack([layer.qkv[: decoder.config.q_width] for layer in decoder.weights.layers])
+    singular = torch.linalg.svdvals(adaptor.q - backbone)
+    missed = float(singular[:, rank:].square().sum().sqrt())
+    assert float((again.q - adaptor.q).norm()) == pytest.approx(missed, abs=1e-12)  # no other rank-k matrix is nearer
+    noted = again.info.provenance
+    assert noted["note"] == "kept" and noted["q_rank"] == min(rank, 24)
+    assert noted["q_rank_error"] == pytest.approx(missed / float(singular.square().sum().sqrt()), abs=1e-4)
+    h = torch.randn(2, 3, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(again.project(1, h)[0], h @ again.q[1].T + (0 if again.q_bias is None else again.q_bias[1]))
+
+
+def test_a_low_rank_query_in_bf16_is_near(tmp_path: Path) -> None:
+    adaptor, path = trained_adaptor(DECODER, "mean", "qkv"), tmp_path / "a.safetensors"
+    adaptor.save(path, q_rank=24, decoder=DECODER)
+    q = Adaptor.load(path, DECODER, base="tiny").q
+    assert q is not None and adaptor.q is not None
+    backbone = torch.stack([layer.qkv[: DECODER.config.q_width] for layer in DECODER.weights.layers])
+    assert (q - adaptor.q).norm() < 2 * 2**-8 * (adaptor.q - backbone).norm()  # the rounding of two factors
+
+
+def test_an_unchanged_query_is_no_difference(tmp_path: Path) -> None:
+    adaptor = Adaptor.copied(DECODER, AdaptorInfo("tiny", (), mirror="qkv"))
+    adaptor.save(tmp_path / "a.safetensors", q_rank=3, decoder=DECODER)
+    q = Adaptor.load(tmp_path / "a.safetensors", DECODER, base="tiny").q
+    assert q is not None and adaptor.q is not None and q.equal(adaptor.q)
+
+
+def test_the_rank_touches_no_other_file(tmp_path: Path) -> None:
+    """Only a low-rank file needs the newer format; all others stay readable for an older masw."""
+    for name, mirror, rank in (("kv", "kv", 4), ("whole", "qkv", 0), ("low", "qkv", 4)):
+        trained_adaptor(DECODER, "mean", mirror).save(tmp_path / name, q_rank=rank, decoder=DECODER)
+    versions = {}
+    for path in tmp_path.iterdir():
+        with safe_open(path, framework="pt") as file:
+            versions[path.name] = json.loads(file.metadata()["masw"])["version"], "q_up" in file.keys()  # noqa: SIM118
+    assert versions == {"kv": (1, False), "whole": (1, False), "low": (2, True)}
+
+
+def test_low_rank_factors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    trained_adaptor(DECODER, "mean", "qkv").save(path, q_rank=4, decoder=DECODER)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors | {"q_down": tensors["q_down"][:, :3].contiguous()}, path, metadata)
+    assert "q_down [2, 3, 24], expected [2, 32, 4] and [2, 4, 24]" in refusal(path)
+    save_file({name: t for name, t in tensors.items() if name != "q_down"}, path, metadata)
+    assert "lacks or has extra tensors (['q', 'q_up'])" in refusal(path)
+    with pytest.raises(ValueError, match="pass the decoder"):
+        trained_adaptor(DECODER, "mean", "qkv").save(path, q_rank=4)
+
+
+def test_low_rank_of_nothing() -> None:
+    up, down, missed = low_rank(torch.zeros(2, 4, 3), 2)
+    assert up.shape == (2, 4, 2) and down.shape == (2, 2, 3) and missed == 0 and not (up @ down).any()
+
+
+SMOLLM2 = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, 1e5, 1e-5, True)
+QWEN = ModelConfig("qwen2", 151936, 896, 24, 14, 2, 64, 4864, 32768, 1e6, 1e-6, True, qkv_bias=True)
+
+
+@pytest.mark.parametrize("config", [SMOLLM2, QWEN], ids=["smollm2", "qwen"])
+def test_a_shipped_file_with_a_low_rank_query_is_small(tmp_path: Path, config: ModelConfig) -> None:
+    rank = rank_that_fits(config)
+    assert rank >= 32
+    info = AdaptorInfo("x", (4, 8), "learned", mirror="qkv")
+    adaptor = Adaptor(config, info, dtype=torch.bfloat16, device=torch.device("cpu"))
+    size = sum(p.nbytes for name, p in adaptor.named_parameters() if name != "q")
+    size += 2 * config.layers * rank * (config.q_width + config.hidden)
+    assert SHIPPED_BYTES - 200_000 < size < SHIPPED_BYTES - 30_000
+
+
 def test_an_adaptor_for_another_draft_or_stride_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     adaptor = Adaptor.copied(DECODER, AdaptorInfo("tiny", (4, 8)))
@@ -104,7 +191,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     Adaptor.copied(DECODER, AdaptorInfo("tiny", ())).save(path)
     info = {"base": "tiny", "strides": []}
     save_file({"kv": torch.zeros(1)}, path, {"masw": json.dumps({"version": 99, "info": info, "shape": {}})})
-    assert "has format 99, this masw reads format 1" in refusal(path)
+    assert "has format 99, this masw reads formats 1 and 2" in refusal(path)
 
 
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from masw.config import MemoryShape
-from masw.dense import DenseMemory
+from masw.dense import ATTENTIONS, DenseMemory
+from masw.errors import UsageError
+from masw.flex import FlexMask
+from masw.policies import expiry
 from tests.helpers import random_tokens, reference_logits, tiny_config, tiny_decoder, trained_adaptor
 
 SHAPE = MemoryShape(2, 8, 4)
@@ -68,3 +71,36 @@ def test_the_loss_before_the_first_slot_teaches_nothing() -> None:
         torch.autograd.grad(part.sum(), list(adaptor.parameters()), retain_graph=True) for part in (out[:, :4], out[:, 4:])
     )
     assert all(float(g.abs().max()) == 0 for g in early) and all(float(g.abs().max()) > 0 for g in late)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("shape", [MemoryShape(), MemoryShape(2, 8), MemoryShape(2, 8, 4), MemoryShape(0, 16, 5)])
+def test_every_kernel_reads_the_same_mask(family: str, shape: MemoryShape) -> None:
+    """Those of a GPU too: torch's fused kernel with a whole mask, plain causal attention, and the block-sparse kernel (here in
+    its plain form)."""
+    decoder = tiny_decoder(tiny_config(family))
+    adaptor = trained_adaptor(decoder) if shape.stride else None
+    tokens = random_tokens(150, decoder.config.vocab, seed=3, batch=2)
+    found = {}
+    for attention in ATTENTIONS:
+        memory = DenseMemory(shape, dtype=decoder.dtype, group=decoder.config.group, adaptor=adaptor, attention=attention)
+        with torch.no_grad():
+            found[attention] = [
+                decoder.forward(tokens, memory),
+                decoder.forward(tokens[:, :70], memory),
+            ]  # two masks of one memory
+    for results in found.values():
+        for a, b in zip(results, found["tiled"], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_unknown_kernels_are_refused() -> None:
+    with pytest.raises(UsageError, match="attention 'flash' is unknown; use one of auto, tiled, mask, flex"):
+        DenseMemory(MemoryShape(), dtype=torch.float32, attention="flash")
+
+
+def test_a_sparse_mask_skips_what_no_row_sees() -> None:
+    times = torch.arange(1, 4097, 2)
+    blocks = FlexMask(times, expiry(times, MemoryShape(4, 128)))._blocks
+    assert blocks.sparsity() > 70  # percent of 128 x 128 blocks

@@ -42,7 +42,7 @@ TARGET = tiny_decoder(tiny_config(), seed=1)
 NOISY = noisy(TARGET, 0.25)
 PROMPT = random_tokens(37, 61, 20)[0].tolist()
 TEXT = argmax_text(TARGET, PROMPT, 40)
-DRAFTING = [name for name, method in METHODS.items() if method.drafts]
+DRAFTING = [name for name, method in METHODS.items() if method.shape]
 WARM = Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=11)
 
 
@@ -323,7 +323,7 @@ def test_prefill_in_chunks(method: str, chunk: int) -> None:
     """Progress adds up for each model; the text does not depend on the chunk; the draft never holds its full KV."""
     drafter, recorder = drafter_for(method, NOISY), Recorder({}, CPU)
     items = list(generate(Target(TARGET, 100), drafter, PROMPT, Settings(9, 3, chunk=chunk), recorder))
-    for who in ("target", "draft") if METHODS[method].drafts else ("target",):
+    for who in ("target", "draft") if METHODS[method].shape else ("target",):
         seen = [item for item in items if isinstance(item, Progress) and item.who == who]
         assert [p.done for p in seen] == [*range(chunk, 36, chunk), 36] and {p.total for p in seen} == {36}
         events = recorder.trace.of("prefill", who)
@@ -494,16 +494,17 @@ def test_a_draft_that_was_not_fed_catches_up(method: str, skipped: int) -> None:
 
 
 def test_method_table() -> None:
-    assert list(METHODS) == ["none", "full", "window", "masw"]
+    assert list(METHODS) == ["none", "full", "window", "masw", "lookup"]
     assert all(name == method.name and method.title for name, method in METHODS.items())
     options = MemoryOptions(3, 100, 10)
     assert METHODS["full"].memory(options) == MemoryShape()
     assert METHODS["window"].memory(options) == MemoryShape(3, 100)
     assert METHODS["masw"].memory(options) == MemoryShape(3, 100, 10)
-    for wrong in (lambda: method_named("mas"), lambda: METHODS["none"].memory(options)):
-        with pytest.raises(UsageError) as error:
-            wrong()
-        assert "\n" not in str(error.value)
+    assert METHODS["none"].memory(options) is None and not METHODS["none"].drafts
+    assert METHODS["lookup"].memory(options) is None and METHODS["lookup"].drafts
+    with pytest.raises(UsageError) as error:
+        method_named("mas")
+    assert "\n" not in str(error.value)
     assert method_named("masw") is METHODS["masw"]
 
 

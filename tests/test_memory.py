@@ -507,7 +507,7 @@ def test_protocol_errors() -> None:
     memory = memory_for(LLAMA, SHAPE)
     rows = torch.zeros(1, 1, 2, 8, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="call begin first"):
-        memory.extend(0, rows, rows)
+        memory.extend(0, rows, rows, rows)
     with pytest.raises(RuntimeError, match="call begin first"):
         memory.end()
     with pytest.raises(ValueError, match="at least one token"):
@@ -515,7 +515,7 @@ def test_protocol_errors() -> None:
     memory.begin(torch.zeros(1, 1, dtype=torch.long))
     with pytest.raises(RuntimeError, match="before the previous block ended"):
         memory.begin(torch.zeros(1, 1, dtype=torch.long))
-    memory.extend(0, rows, rows)
+    memory.extend(0, rows, rows, rows)
     memory.end()
     with pytest.raises(RuntimeError, match="call begin first"):
         memory.end()

@@ -126,3 +126,8 @@ def test_adaptor_choice(tiny: Pair, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no adaptor at"):
         adaptor_for(decoder, name, 4, str(tmp_path / "none.safetensors"))
     assert adaptor_for(decoder, name, 4, "auto")[1] is None  # none ships for a random draft
+    for choice in ("auto", "quiet"):
+        quiet, path = adaptor_for(decoder, name, 4, choice, list(range(60)))
+        assert path is None and quiet.kv_bias is not None and bool(quiet.kv_bias.any())
+    plain, _ = adaptor_for(decoder, name, 4, "none", list(range(60)))
+    assert torch.equal(plain.kv, quiet.kv)

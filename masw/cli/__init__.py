@@ -8,7 +8,7 @@ import warnings
 
 import typer
 
-from masw.cli import doctor, evaluate, models, run
+from masw.cli import doctor, evaluate, models, run, train
 from masw.errors import MaswError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(name="run")(run.run)
+app.command(name="train")(train.train)
 app.command(name="eval-adaptor")(evaluate.eval_adaptor)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -61,6 +61,12 @@ def table(lines: Iterable[Line], heads: tuple[str, str, str]) -> str:
         for row in rows
     ]
     return "\n".join([text[0].rstrip(), "-" * (sum(widths) + 4), *(t.rstrip() for t in text[1:])])
+
+
+def columns(lines: Sequence[Sequence[str]]) -> str:
+    """Cells under each other, two spaces between the columns."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def number(value: float | None, unit: str = "", digits: int = 1) -> str:

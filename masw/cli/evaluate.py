@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from masw.errors import UsageError
+from masw.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
     from masw.evaluate import Row
@@ -27,7 +27,12 @@ def eval_adaptor(
     sinks: Annotated[int, typer.Option(help="S.")] = 4,
     gammas: Annotated[str, typer.Option(help="Drafted tokens per verify pass; retention is taken at the first.")] = "5,8",
     answer_tokens: Annotated[int, typer.Option(help="Length of the target's greedy answer at most.")] = 128,
-    recall: Annotated[bool, typer.Option("--recall", help="Also plant a fact far back in each document and ask for it.")] = False,
+    recall: Annotated[
+        bool,
+        typer.Option(
+            "--recall", help="Also plant a fact far back in each document and ask for it; agreement there is that of its tokens."
+        ),
+    ] = False,
     adaptor: Annotated[str, typer.Option(help="auto | PATH | none (untrained only).")] = "auto",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto | bf16 | fp32.")] = "auto",
@@ -39,7 +44,7 @@ def eval_adaptor(
     from tqdm import tqdm
 
     from masw import cases, evaluate
-    from masw.adaptor import Adaptor, AdaptorInfo
+    from masw.adaptor import read_info
     from masw.config import MemoryShape
     from masw.devices import resolve_device, resolve_dtype
     from masw.provenance import provenance
@@ -50,35 +55,42 @@ def eval_adaptor(
         (("contexts", contexts), ("windows", windows), ("strides", strides), ("gammas", gammas)))  # fmt: skip
     for window in wide:
         for stride in steps:
-            MemoryShape(sinks, window, stride)
+            for gamma in blocks:
+                MemoryShape(sinks, window, stride).check_block(gamma)
     if docs < 1 or answer_tokens < 2:
-        raise UsageError("--docs must be at least 1 and --answer-tokens at least 2")
+        raise UsageError(f"--docs must be at least 1 and --answer-tokens at least 2, not {docs} and {answer_tokens}")
+    if adaptor not in ("auto", "none"):
+        read_info(Path(adaptor))
+    data = list(dict.fromkeys(data))
     for path in data:
         cases.rows(path)
     where = resolve_device(device)
     session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
     draft, tokenizer = session.pair.draft, session.pair.target.tokenizer
-    if max(lengths) + answer_tokens > session.context_limit:
+    longest = max(answer_tokens, cases.RECALL_TOKENS if recall else 0)
+    if max(lengths) + longest > session.context_limit:
         raise UsageError(
             f"a context of {max(lengths):,} and its answer exceed the pair's {session.context_limit:,} tokens; lower --contexts"
         )
-    untrained = Adaptor.copied(draft.decoder, AdaptorInfo(draft.name, ()))
     trained = {r: adaptor_for(draft.decoder, draft.name, r, adaptor) for r in steps}
     chosen = list(cases.grid(data, tokenizer, lengths, docs, recall=recall))
     if not chosen:
         raise UsageError(f"no document fills a context of {min(lengths):,} tokens; lower --contexts or give longer documents")
-    results = []
-    for case in tqdm(chosen, unit="case", file=sys.stderr, disable=None):
-        answer = cases.answer(session, case, answer_tokens)
-        if len(answer) < 2 or (case.planted and not cases.planted_positions(tokenizer, answer, case.planted)):
-            continue  # the target itself does not say it: nothing to agree with
-        shapes = evaluate.variants(
-            wide, steps, case.context, untrained, lambda r: trained[r][0] if trained[r][1] else None, sinks
+    try:
+        table = evaluate.run(
+            session,
+            tqdm(chosen, unit="case", file=sys.stderr, disable=None),
+            wide,
+            steps,
+            blocks,
+            lambda r: trained[r][0] if trained[r][1] else None,
+            sinks=sinks,
+            answer_tokens=answer_tokens,
         )
-        results.append((case, shapes, evaluate.judge(draft.decoder, shapes, case, answer, tokenizer)))
-    if not results:
+    except KeyboardInterrupt:
+        raise Cancelled("interrupted; the target's answers so far are kept, the same command goes on from them") from None
+    if not table:
         raise UsageError("the target answered none of the cases; give other documents")
-    table = evaluate.summarise(results, blocks)
     if not as_json:
         typer.echo(_table(table, blocks))
         return
@@ -91,18 +103,20 @@ def eval_adaptor(
 
 
 def numbers(name: str, text: str) -> list[int]:
-    """'2k,4096' -> [2048, 4096]. Raises UsageError with the option's name."""
-    found = []
+    """'2k,4096' -> [2048, 4096], each once. Raises UsageError with the option's name."""
+    found: list[int] = []
     for part in text.lower().split(","):
         part = part.strip()
         factor, digits = (1024, part[:-1]) if part.endswith("k") else (1, part)
-        if not digits.isdigit() or int(digits) == 0:
+        if not digits.isdecimal() or len(digits) > 9 or int(digits) == 0:
             raise UsageError(f"--{name} takes whole numbers like 2k,4096, not '{part}'")
         found.append(int(digits) * factor)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _table(table: list[Row], gammas: list[int]) -> str:
+    from masw.cli.display import columns
+
     heads = [
         "set",
         "context",
@@ -115,7 +129,6 @@ def _table(table: list[Row], gammas: list[int]) -> str:
         "KL",
         "retention",
         "gap",
-        "planted",
     ]
 
     def cell(value: Any, digits: int = 2) -> str:
@@ -125,7 +138,6 @@ def _table(table: list[Row], gammas: list[int]) -> str:
     for row in table:
         speeds = [cell(row.tokens_per_iteration[g]) for g in gammas]
         start = [row.set, cell(row.context), cell(row.window), cell(row.stride), row.method, cell(row.n), cell(row.agreement, 3)]
-        rest = [cell(row.kl), cell(row.retention), cell(row.recovered_gap), cell(row.planted_agreement)]
+        rest = [cell(row.kl), cell(row.retention), cell(row.recovered_gap)]
         lines.append([*start, *speeds, *rest])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return columns(lines)

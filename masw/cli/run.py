@@ -26,7 +26,9 @@ def run(
     pair: Annotated[
         str, typer.Option(help="Preset (see `masw models list`) or DRAFT:TARGET, each a hub id or a local folder.")
     ] = "qwen2.5-coder",
-    method: Annotated[str, typer.Option(help="What the draft remembers: masw | full | window; none drafts nothing.")] = "masw",
+    method: Annotated[
+        str, typer.Option(help="Who drafts, with what memory: masw | full | window | lookup (copies from the text) | none.")
+    ] = "masw",
     task: Annotated[
         str | None, typer.Option(help='summarize | continue | question "...". Default: summarize, or question when one is given.')
     ] = None,
@@ -35,7 +37,7 @@ def run(
     window: Annotated[int, typer.Option(help="W: last raw tokens kept exactly.")] = 512,
     sinks: Annotated[int, typer.Option(help="S: first raw tokens kept exactly.")] = 4,
     adaptor: Annotated[
-        str, typer.Option(help="Mirrored projections: auto (shipped with masw) | none (untrained copy) | PATH.")
+        str, typer.Option(help="Mirrored projections: auto (shipped with masw, else quiet) | quiet | none (plain copy) | PATH.")
     ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer at most, tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -222,13 +224,15 @@ def _report(session: Session, job: Run, reference: Run | None, difference: Diffe
 
 def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Session) -> str:
     from masw.cli.display import Line, number, size, table
+    from masw.methods import method_named
 
     s, ar = job.summary(), None if reference is None else reference.summary()
-    drafts = job.options.method != "none"
+    drafts = method_named(job.options.method).drafts
+    remembers = report["draft_kv_bytes"] is not None
     target_prefill = s.prefill_ms["target"]
     lines = [
         Line("prefill target", number(target_prefill, "ms", 0), "shared" if ar else ""),
-        *([Line("prefill draft", number(s.prefill_ms["draft"], "ms", 0), "-" if ar else "")] if drafts else []),
+        *([Line("prefill draft", number(s.prefill_ms["draft"], "ms", 0), "-" if ar else "")] if remembers else []),
         Line(
             "time to first token (TTFT)",
             number(s.ttft_ms, "ms", 0),
@@ -248,7 +252,6 @@ def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Ses
         lines.append(Line("speed-up, end to end", f"{total:.2f}x", "1"))
     lines.append(Line("verify pass, median", number(s.verify_ms, "ms", 1), number(ar.verify_ms, "ms", 1) if ar else ""))
     if drafts:
-        kept = report["draft_kv_bytes"] / report["draft_kv_bytes_full"]
         by_position = " ".join(f"{share:.2f}" for share in s.acceptance_by_position) or "not measured"
         lines += [
             Line("draft step, median", number(s.draft_ms, "ms", 1)),
@@ -257,6 +260,10 @@ def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Ses
             Line("  without correction/bonus", number(s.tokens_per_iteration_without_bonus, "", 2)),
             Line("acceptance", number(s.acceptance, "", 3)),
             Line("  by position in the block", by_position),
+        ]
+    if remembers:
+        kept = report["draft_kv_bytes"] / report["draft_kv_bytes_full"]
+        lines += [
             Line("draft KV, allocated", size(report["draft_kv_bytes"]), f"{size(report['draft_kv_bytes_predicted'])} predicted"),
             Line("draft KV, uncompressed", size(report["draft_kv_bytes_full"]), f"{kept:.1%} kept"),
         ]
@@ -281,9 +288,8 @@ def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: S
     elif reference is not None and not greedy:
         notes.append("sampled output has the target's distribution; two sampled runs are not compared token by token")
     if job.options.method == "masw" and not job.trace.header.get("adaptor", {}).get("strides"):
-        notes.append(
-            "the draft's memory slots are untrained (no adaptor for this draft and stride): expect the acceptance of a sliding window"
-        )
+        kind = "a plain copy, worse than a sliding window" if job.options.adaptor == "none" else "kept quiet: as good as a window alone"
+        notes.append(f"the draft's memory slots are untrained (no adaptor for this draft and stride), {kind}")
     if session.pair.self_pair and job.options.method != "none":
         notes.append(
             "draft and target are one model here: this shows what compression costs in acceptance; no speed-up can be expected"

@@ -1,0 +1,53 @@
+"""Prompt lookup: drafts by copying what followed the same words earlier in the text. No model, no memory, no training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from masw.drafters import Proposal
+from masw.memory import Memory
+from masw.prefill import Reader
+from masw.recorder import Recorder
+
+LONGEST = 4  # tokens of the suffix that is looked up first; shorter ones follow
+
+
+class LookupDraft:
+    """Proposes the continuation of the latest earlier occurrence of the sequence's last tokens, longest match first.
+
+    An index from each n-gram to its last place grows with the accepted text, so a proposal costs a few dictionary look-ups whatever
+    the prompt's length. The draft is deterministic: q is one-hot.
+    """
+
+    memory: Memory | None = None
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        self._longest = longest
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it, latest first to win
+        self._indexed = 0  # n-grams that end before this token are in the index
+
+    def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
+        return None
+
+    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+        with recorder.span() as span:
+            tokens = self._find(sequence, gamma)
+        share = span.ms / max(1, len(tokens))
+        for offset, token in enumerate(tokens):
+            recorder.add("draft", "draft", len(sequence) + offset, 1, ms=share, token=token, q=1.0, read=0)
+        return Proposal(tokens, None, (1.0,) * len(tokens))
+
+    def settle(self, length: int) -> None:
+        """The index holds accepted tokens only: nothing to drop."""
+
+    def _find(self, sequence: Sequence[int], gamma: int) -> list[int]:
+        # Only n-grams with a token after them are worth an entry, so the current suffix itself never matches.
+        for end in range(max(1, self._indexed), len(sequence)):
+            for n in range(1, min(self._longest, end) + 1):
+                self._places[tuple(sequence[end - n : end])] = end
+        self._indexed = len(sequence)
+        for n in range(min(self._longest, len(sequence)), 0, -1):
+            start = self._places.get(tuple(sequence[len(sequence) - n :]))
+            if start is not None:
+                return list(sequence[start : start + gamma])
+        return []

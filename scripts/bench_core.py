@@ -1,0 +1,387 @@
+"""Speed and memory of the core as ratios from one run.
+
+The things that are compared take turns, step by step, so that whatever else the machine does falls on both; a ratio is the median of
+the paired ratios and stands beside its quartiles. The floor is what the same work costs at the read bandwidth and product rate
+measured in this run: bytes / bandwidth for a step, the larger of that and FLOPs / rate for a block.
+
+    python scripts/bench_core.py [--parts step,verify] [--document REPORT.txt|ROWS.jsonl[:ROW]] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from masw import cost, hardware
+from masw.adaptor import Adaptor, AdaptorInfo
+from masw.config import MemoryShape
+from masw.decoder import Decoder
+from masw.engine import Round, Settings
+from masw.memory import Memory
+from masw.metrics import Summary
+from masw.prefill import CHUNK
+from masw.prompts import build
+from masw.provenance import provenance
+from masw.session import RunOptions, Session
+from masw.zoo import Model, Pair, load_pair
+
+CPU, DTYPE = torch.device("cpu"), torch.bfloat16
+PROMPT_TOKENS, LONG_TOKENS, VERIFIED = 4096, 8192, 8
+MASW = MemoryShape(sinks=4, window=512, stride=8)
+GUIDE = Path(__file__).parent.parent / "data" / "samples" / "guide.md"
+PARTS = ("step", "prefill", "verify", "speculate", "overhead", "bytes", "peak")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `ratio` is ours / other; times in ms, sizes in MB (10^6 bytes)."""
+
+    part: str
+    what: str
+    ours: float
+    other: float | None
+    unit: str
+    ratio: float
+    quartiles: tuple[float, float] | None
+    goal: str  # "<= 0.6"
+    floor: float | None = None  # of ours, in its unit
+
+    @property
+    def met(self) -> bool | None:
+        """None: nothing is asked."""
+        if not self.goal:
+            return None
+        sign, limit = self.goal.split()
+        return self.ratio <= float(limit) if sign == "<=" else self.ratio >= float(limit)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of this run, for the floors."""
+
+    bandwidth: float  # bytes/s
+    rate: float  # FLOP/s
+
+    def floor_ms(self, model: Model, rows: int, keys: int) -> float:
+        c, size = model.config, DTYPE.itemsize
+        reading = cost.step_bytes(c, MemoryShape(), keys, size) / self.bandwidth
+        return 1e3 * max(reading, cost.forward_flops(c, rows, keys) / self.rate)
+
+
+class Bench:
+    """Loads each pair once; one method a part."""
+
+    def __init__(self, document: str, quick: bool) -> None:
+        self.document, self.quick = document, quick
+        self.machine = Machine(hardware.measure_bandwidth(CPU, DTYPE), hardware.measure_gemm(CPU, DTYPE))
+        self._pairs: dict[str, Pair] = {}
+
+    def pair(self, name: str) -> Pair:
+        if name not in self._pairs:
+            self._pairs[name] = load_pair(name, CPU, DTYPE)
+        return self._pairs[name]
+
+    # ---- parts
+
+    def step(self) -> Iterator[Row]:
+        """A decode step after 4K tokens against transformers' forward with its dynamic cache, on the same weights."""
+        for model, goal in ((self.pair("smollm2").target, "<= 0.6"), (self.pair("qwen2.5-coder").draft, "<= 1.0")):
+            tokens = self._tokens(model, PROMPT_TOKENS)
+            ours = {"ours": self._stepper(model.decoder, self._filled(model, tokens), 1)}
+            others = {f"transformers {kind}": _transformers_stepper(model, tokens, kind) for kind in ("sdpa", "eager")}
+            times = alternate(ours | others, self._count(24))
+            floor = self.machine.floor_ms(model, 1, PROMPT_TOKENS)
+            for name in others:
+                yield _paired("step", f"{model.name}: decode step / {name}", times["ours"], times[name], goal, floor)
+
+    def prefill(self) -> Iterator[Row]:
+        """4K tokens in chunks against the bare matrix products of the same chunks."""
+        models = [self.pair("smollm2").target, self.pair("qwen2.5-coder").draft, self.pair("qwen2.5-coder").target]
+        for model in models[: 1 if self.quick else 3]:
+            tokens = self._tokens(model, PROMPT_TOKENS)
+            work = {"prefill": partial(self._filled, model, tokens), "products": _products(model, PROMPT_TOKENS)}
+            times = alternate(work, self._count(3), warm_up=False)
+            c = model.config
+            flops = cost.forward_flops(c, PROMPT_TOKENS, PROMPT_TOKENS // 2) - 2 * c.vocab * c.hidden * PROMPT_TOKENS
+            floor = 1e3 * flops / self.machine.rate
+            yield _paired(
+                "prefill", f"{model.name}: 4K prefill / its linear layers", times["prefill"], times["products"], "", floor
+            )
+
+    def verify(self) -> Iterator[Row]:
+        """A verify pass of 8 tokens against a decode step, both after 4K tokens."""
+        model = self.pair("qwen2.5-coder").target
+        memory = self._filled(model, self._tokens(model, PROMPT_TOKENS))
+        work = {n: self._stepper(model.decoder, memory, rows) for n, rows in (("block", VERIFIED), ("step", 1))}
+        times = alternate(work, self._count(16))
+        what = f"{model.name}: verify {VERIFIED} tokens / decode step"
+        floor = self.machine.floor_ms(model, VERIFIED, PROMPT_TOKENS)
+        yield _paired("verify", what, times["block"], times["step"], "<= 1.5", floor)
+
+    def speculate(self) -> Iterator[Row]:
+        """The whole loop with the full-KV draft against the same loop with no draft, on one document."""
+        session = Session(self.pair("qwen2.5-coder"))
+        new = 48 if self.quick else 128
+        pairs = [(self._decode(session, "full", new), self._decode(session, "none", new)) for _ in range(self._count(4))]
+        rates = [(_rate(a), _rate(b)) for a, b in pairs]
+        iteration = median(float(a.tokens_per_iteration or 0) for a, _ in pairs)
+        what = f"qwen2.5-coder: full-KV draft, gamma 5 / autoregressive ({iteration:.2f} tokens an iteration)"
+        yield _row("speculate", what, [a for a, _ in rates], [b for _, b in rates], "tok/s", ">= 1.6", None)
+
+    def overhead(self) -> Iterator[Row]:
+        """Time of a round outside the two models' forwards, as a share of the round."""
+        pair = self.pair("qwen2.5-coder")
+        session = Session(pair)
+        settings = Settings(max_new_tokens=24 if self.quick else 48)
+        for method in ("none", "full", "masw"):
+            forwards: list[float] = []  # ms of each round
+            with timed({pair.target.decoder, pair.draft.decoder}) as spans:
+                run = session.run(self._prompt(session), RunOptions(method=method, settings=settings))
+                for item in run:
+                    if isinstance(item, Round):
+                        forwards.append(sum(spans))
+                    spans.clear()
+            rounds = [event.ms for event in run.trace.of("emit")]
+            outside = [whole - inside for whole, inside in zip(rounds, forwards, strict=True)]
+            yield _row(
+                "overhead", f"qwen2.5-coder, {method}: outside the forwards / a round", outside, rounds, "ms", "<= 0.05", None
+            )
+
+    def bytes(self) -> Iterator[Row]:
+        """Draft KV allocated for 8K tokens, against a full draft KV and against the formula."""
+        model = self.pair("qwen2.5-coder").draft
+        shape = MASW
+        adaptor = Adaptor.copied(model.decoder, AdaptorInfo(model.name, ()))
+        memory = Memory(model.config, shape, tokens=LONG_TOKENS, device=CPU, dtype=DTYPE, adaptor=adaptor)
+        full = cost.kv_bytes(model.config, MemoryShape(), LONG_TOKENS, DTYPE.itemsize)
+        predicted = cost.kv_bytes(model.config, shape, LONG_TOKENS, DTYPE.itemsize)
+        for what, other, goal in (("full KV", full, "<= 0.20"), ("the formula", predicted, "<= 1.0")):
+            ratio = memory.nbytes / other
+            yield Row("bytes", f"{model.name}: MASW KV at 8K / {what}", memory.nbytes / 1e6, other / 1e6, "MB", ratio, None, goal)
+
+    def peak(self) -> Iterator[Row]:
+        """High-water mark of a fresh process that loads the pair, reads 8K tokens with both and decodes a little."""
+        command = [sys.executable, __file__, "--peak-of", "qwen2.5-coder"]
+        done = subprocess.run(command, input=self.document, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"the peak memory process failed: {done.stderr.strip().splitlines()[-1:]}")
+        peak = float(done.stdout.split()[-1])
+        pair = self.pair("qwen2.5-coder")
+        predicted = cost.run_bytes(pair.target.config, pair.draft.config, MASW, LONG_TOKENS, DTYPE.itemsize, shared=False)
+        yield Row(
+            "peak", "qwen2.5-coder at 8K: peak memory / 7 GB", peak / 1e6, 7e3, "MB", peak / 7e9, None, "<= 1.0", predicted / 1e6
+        )
+
+    # ---- inside
+
+    def _count(self, repeats: int) -> int:
+        return max(2, repeats // 4) if self.quick else repeats
+
+    def _tokens(self, model: Model, count: int) -> list[int]:
+        ids = model.tokenizer.encode(self.document)
+        return (ids * (count // len(ids) + 1))[:count]
+
+    def _prompt(self, session: Session) -> list[int]:
+        return build(session.pair.target.tokenizer, self.document, "summarize", None, PROMPT_TOKENS).ids
+
+    @torch.no_grad()
+    def _filled(self, model: Model, tokens: list[int]) -> Memory:
+        """A full memory that has read `tokens`."""
+        memory = Memory(model.config, MemoryShape(), tokens=len(tokens) + 512, device=CPU, dtype=DTYPE)
+        for start in range(0, len(tokens), CHUNK):
+            model.decoder.forward(torch.tensor([tokens[start : start + CHUNK]]), memory)
+            memory.commit()
+        return memory
+
+    def _stepper(self, decoder: Decoder, memory: Memory, rows: int) -> Callable[[], object]:
+        """Reads `rows` tokens and computes the logits of each; the memory then stands where it stood."""
+        tokens = memory.tokens()[:, :rows].clone()
+
+        @torch.no_grad()
+        def step() -> torch.Tensor:
+            logits = decoder.logits(decoder.forward(tokens, memory))
+            if rows > 1:
+                memory.rollback(rows - 1)
+            return logits
+
+        return step
+
+    def _decode(self, session: Session, method: str, new: int) -> Summary:
+        # No end tokens: both runs emit the same number of tokens.
+        run = session.run(self._prompt(session), RunOptions(method=method, settings=Settings(max_new_tokens=new, gamma=5)))
+        for _ in run:
+            pass
+        return run.summary()
+
+
+def alternate(work: dict[str, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[str, list[float]]:
+    """Times (ms) of each piece of `work`, taken in turns; every second round goes the other way about."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for index in range(repeats + warm_up):
+        for name in list(work) if index % 2 else reversed(list(work)):
+            start = time.perf_counter()
+            work[name]()
+            if index >= warm_up:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+@contextmanager
+def timed(decoders: set[Decoder]) -> Iterator[list[float]]:
+    """Collects the ms of every forward and every product with the LM head."""
+    spans: list[float] = []
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = method(*args)
+            spans.append((time.perf_counter() - start) * 1e3)
+            return result
+
+        return call
+
+    for decoder in decoders:
+        decoder.forward, decoder.logits = wrap(decoder.forward), wrap(decoder.logits)  # type: ignore[method-assign]
+    try:
+        yield spans
+    finally:
+        for decoder in decoders:
+            del decoder.forward, decoder.logits
+
+
+def _transformers_stepper(model: Model, tokens: list[int], attention: str) -> Callable[[], object]:
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    assert model.path is not None
+    theirs = AutoModelForCausalLM.from_pretrained(model.path, dtype=DTYPE, attn_implementation=attention).eval()
+    cache = DynamicCache(config=theirs.config)
+    with torch.no_grad():
+        for start in range(0, len(tokens), CHUNK):
+            theirs(torch.tensor([tokens[start : start + CHUNK]]), cache=cache, use_cache=True, logits_to_keep=1)
+    token = torch.tensor([tokens[:1]])
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        return theirs(token, cache=cache, use_cache=True, logits_to_keep=1).logits
+
+    return step
+
+
+def _products(model: Model, tokens: int) -> Callable[[], None]:
+    """The linear layers of a prefill and nothing else."""
+    c = model.config
+    x, a, m = (torch.randn(1, CHUNK, width, dtype=DTYPE) for width in (c.hidden, c.q_width, c.intermediate))
+
+    @torch.no_grad()
+    def products() -> None:
+        for _ in range(tokens // CHUNK):
+            for w in model.decoder.weights.layers:
+                for value, weight in ((x, w.qkv), (a, w.out), (x, w.gate_up), (m, w.down)):
+                    torch.nn.functional.linear(value, weight)
+
+    return products
+
+
+def _rate(summary: Summary) -> float:
+    return float(summary.tokens_per_second or 0.0)
+
+
+def _paired(part: str, what: str, ours: list[float], other: list[float], goal: str, floor: float) -> Row:
+    return _row(part, what, ours, other, "ms", goal, floor)
+
+
+def _row(part: str, what: str, ours: list[float], other: list[float], unit: str, goal: str, floor: float | None) -> Row:
+    ratios = [a / b for a, b in zip(ours, other, strict=True)]
+    low, _, high = quantiles(ratios, n=4, method="inclusive")
+    return Row(part, what, median(ours), median(other), unit, median(ratios), (low, high), goal, floor)
+
+
+def table(rows: list[Row]) -> str:
+    head = ("part", "what", "ours", "other", "unit", "floor", "ratio", "quartiles", "goal", "met")
+    lines: list[tuple[str, ...]] = [head]
+    for r in rows:
+        spread = f"{r.quartiles[0]:.3f}-{r.quartiles[1]:.3f}" if r.quartiles else ""
+        met = {None: "", True: "yes", False: "NO"}[r.met]
+        numbers = ["" if x is None else f"{x:,.1f}" for x in (r.ours, r.other)]
+        floor = "" if r.floor is None else f"{r.floor:,.1f}"
+        lines.append((r.part, r.what, *numbers, r.unit, floor, f"{r.ratio:.3f}", spread, r.goal, met))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    left = (0, 1, 4)
+    cells = [
+        [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))] for line in lines
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def read_document(spec: str) -> str:
+    """A text file, or a row of a JSON lines file with a `text` field (ROWS.jsonl:3; the first row if none is named)."""
+    name, _, row = spec.rpartition(":") if spec.rpartition(":")[2].isdigit() else (spec, "", "0")
+    text = Path(name).read_text(encoding="utf-8-sig")
+    return str(json.loads(text.splitlines()[int(row)])["text"]) if name.endswith(".jsonl") else text
+
+
+def peak_of(pair_name: str) -> None:
+    """Runs in a process of its own: standard input is the document, the last word of standard output the peak in bytes."""
+    pair = load_pair(pair_name, CPU, DTYPE)
+    session = Session(pair)
+    ids = pair.target.tokenizer.encode(sys.stdin.read())
+    prompt = (ids * (LONG_TOKENS // len(ids) + 1))[: LONG_TOKENS - 16]
+    for _ in session.run(prompt, RunOptions(method="masw", settings=Settings(max_new_tokens=16))):
+        pass
+    print(hardware.peak_rss_bytes())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Speed and memory of the core as ratios from one run.")
+    parser.add_argument("--parts", "--pair-parts", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--document", default=str(GUIDE), help="text file, or FILE.jsonl[:ROW] with a text field")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: as torch chooses)")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the repeats: a look, not a measure")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--peak-of", metavar="PAIR", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.peak_of:
+        peak_of(options.peak_of)
+        return 0
+    parts = options.parts.split(",")
+    if unknown := [p for p in parts if p not in PARTS]:
+        parser.error(f"part '{unknown[0]}' is unknown; use one of {', '.join(PARTS)}")
+    try:
+        document = read_document(options.document)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        parser.error(f"cannot read the document {options.document}: {error}")
+    bench = Bench(document, options.quick)
+    rows: list[Row] = []
+    for part in parts:
+        for row in getattr(bench, part)():
+            rows.append(row)
+            print(f"{row.part}: {row.what}: {row.ratio:.3f}", file=sys.stderr, flush=True)
+    rates = f"read bandwidth {bench.machine.bandwidth / 1e9:.1f} GB/s, bf16 product {bench.machine.rate / 1e12:.2f} TFLOP/s"
+    if options.json:
+        found = [asdict(r) | {"met": r.met} for r in rows]
+        print(json.dumps({"rows": found, "machine": asdict(bench.machine), "provenance": provenance(CPU, DTYPE)}))
+    else:
+        where = provenance(CPU, DTYPE)
+        print(
+            f"{where['device']}, {where['threads']} threads, torch {where['torch']}, transformers {where['transformers']}; {rates}"
+        )
+        print(table(rows))
+    return 1 if any(r.met is False for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
