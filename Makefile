@@ -7,7 +7,7 @@ DOC ?= data/samples/guide.md
 ARGS ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint bench-core install clean help
+.PHONY: demo test test-slow lint bench-core train gpu-train ablations eval-adaptor ship install clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -19,8 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else "masw needs Python 3.11 to 3.13, this is %d.%d: make PYTHON=python3.12 ..." % v)' || { rm -rf $(VENV); exit 2; }
 	@echo "installing into $(VENV) (once, a few minutes)"
-	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks,app,dev]'
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[notebooks,app,dev]'
 	@touch $@
 
 demo: $(STAMP) ## draft/verify on a long document: make demo [PAIR=smollm2] [DOC=report.txt] [ARGS="--method full"]
@@ -40,6 +40,21 @@ lint: $(STAMP) ## ruff, mypy, import-linter
 
 bench-core: $(STAMP) ## ratios of the core's speed and memory on this machine, beside their floors
 	@$(BIN)/python scripts/bench_core.py $(ARGS)
+
+train: $(STAMP) ## train an adaptor, resumable: make train PAIR=smollm2 ARGS="--text FILE.jsonl.gz --answers FILE.jsonl.gz ..."
+	@$(BIN)/masw train --pair $(PAIR) --out runs/$(PAIR) $(ARGS)
+
+gpu-train: $(STAMP) ## one slice of at most 9 minutes of training on a GPU
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/gpu_train.sh $(ARGS)
+
+eval-adaptor: $(STAMP) ## the measure: make eval-adaptor PAIR=smollm2 ARGS="--data FILE.jsonl --contexts 2k,4k"
+	@$(BIN)/masw eval-adaptor --pair $(PAIR) $(ARGS)
+
+ablations: $(STAMP) ## recipes at equal tokens, resumable (hours)
+	@$(BIN)/python scripts/ablations.py $(ARGS)
+
+ship: $(STAMP) ## put a trained adaptor into data/adaptors if it beats the one there
+	@$(BIN)/python scripts/ship_adaptor.py $(ARGS)
 
 clean: ## remove the virtual environment and caches of the checkout
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

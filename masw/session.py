@@ -29,7 +29,6 @@ from masw.recorder import Recorder
 from masw.trace import Trace
 from masw.zoo import Pair, free_bytes
 
-
 SAMPLE = 512  # prompt tokens that show where a draft's queries point
 
 
@@ -199,9 +198,7 @@ def shipped_adaptors() -> list[Path]:
     return sorted((data_folder() / "adaptors").glob("*.safetensors"))
 
 
-def adaptor_for(
-    decoder: Decoder, base: str, stride: int, choice: str, sample: Sequence[int] = ()
-) -> tuple[Adaptor, Path | None]:
+def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str, sample: Sequence[int] = ()) -> tuple[Adaptor, Path | None]:
     """The adaptor that `choice` names, and the file it came from (None: untrained).
 
     auto: the one shipped for this draft and stride, else quiet. none: a plain copy of the backbone's projections, as the paper starts

@@ -569,6 +569,13 @@ def test_eval_adaptor_prints_the_agreed_object(masw: Masw, rows: Path, tmp_path:
     assert " masw " not in out and "masw-untrained" in out
 
 
+def test_eval_adaptor_of_a_quiet_start(masw: Masw, rows: Path) -> None:  # noqa: F811
+    code, out, _ = masw("eval-adaptor", *SMALL, "--data", rows, "--adaptor", "quiet", "--json")
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0 and {"masw", "masw-untrained"} <= {row["method"] for row in report["rows"]}
+    assert all(a["file"] is None and a["bias"] for a in report["provenance"]["adaptors"].values())
+
+
 def test_eval_adaptor_on_planted_facts(masw: Masw, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The tiny target repeats nothing, so its answer is put into its mouth; without it the recall cases are left out."""
     real = cases.answer

@@ -17,7 +17,7 @@ from torch import Tensor
 from masw.config import MemoryShape
 from masw.engine import Settings, Target
 from masw.errors import UsageError
-from masw.verify import Sampling, Verdict, accept, accept_greedy, accept_probability, distribution, draw, residual
+from masw.verify import Sampling, Verdict, accept, accept_greedy, accept_probability, distribution, draw, likeliest, residual
 from tests.helpers import drafter_for, noisy, reference_logits, run, tiny_config, tiny_decoder
 
 Context = tuple[int, ...]
@@ -338,3 +338,12 @@ def test_chi_square_of_the_whole_loop(sampling: Sampling) -> None:
     # Wilson-Hilferty: the cube root of chi-square over its freedom is nearly normal; 3.3 sigma is one in two thousand
     z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert z < 3.3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_likeliest_token_is_the_first_of_equal_ones(dtype: torch.dtype) -> None:
+    """bf16 logits tie often; draft and target must break a tie alike, and as transformers does (argmax)."""
+    logits = torch.randint(0, 9, (5, 4001), generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(likeliest(logits), logits.argmax(-1))
+    assert likeliest(logits).tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert int(likeliest(logits[0])) == int(likeliest(logits)[0])

@@ -33,7 +33,9 @@ def eval_adaptor(
             "--recall", help="Also plant a fact far back in each document and ask for it; agreement there is that of its tokens."
         ),
     ] = False,
-    adaptor: Annotated[str, typer.Option(help="auto | PATH | none (untrained only).")] = "auto",
+    adaptor: Annotated[
+        str, typer.Option(help="auto | PATH | none (untrained only) | quiet (untrained, made quiet on the first prompt).")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto | bf16 | fp32.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, last on standard output.")] = False,
@@ -59,7 +61,7 @@ def eval_adaptor(
                 MemoryShape(sinks, window, stride).check_block(gamma)
     if docs < 1 or answer_tokens < 2:
         raise UsageError(f"--docs must be at least 1 and --answer-tokens at least 2, not {docs} and {answer_tokens}")
-    if adaptor not in ("auto", "none"):
+    if adaptor not in ("auto", "none", "quiet"):
         read_info(Path(adaptor))
     data = list(dict.fromkeys(data))
     for path in data:
@@ -72,10 +74,11 @@ def eval_adaptor(
         raise UsageError(
             f"a context of {max(lengths):,} and its answer exceed the pair's {session.context_limit:,} tokens; lower --contexts"
         )
-    trained = {r: adaptor_for(draft.decoder, draft.name, r, adaptor) for r in steps}
     chosen = list(cases.grid(data, tokenizer, lengths, docs, recall=recall))
     if not chosen:
         raise UsageError(f"no document fills a context of {min(lengths):,} tokens; lower --contexts or give longer documents")
+    sample = chosen[0].prompt if adaptor == "quiet" else ()
+    trained = {r: adaptor_for(draft.decoder, draft.name, r, adaptor, sample) for r in steps}
     try:
         table = evaluate.run(
             session,
@@ -83,7 +86,7 @@ def eval_adaptor(
             wide,
             steps,
             blocks,
-            lambda r: trained[r][0] if trained[r][1] else None,
+            lambda r: trained[r][0] if trained[r][1] or adaptor == "quiet" else None,
             sinks=sinks,
             answer_tokens=answer_tokens,
         )

@@ -288,7 +288,11 @@ def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: S
     elif reference is not None and not greedy:
         notes.append("sampled output has the target's distribution; two sampled runs are not compared token by token")
     if job.options.method == "masw" and not job.trace.header.get("adaptor", {}).get("strides"):
-        kind = "a plain copy, worse than a sliding window" if job.options.adaptor == "none" else "kept quiet: as good as a window alone"
+        kind = (
+            "a plain copy, worse than a sliding window"
+            if job.options.adaptor == "none"
+            else "kept quiet: as good as a window alone"
+        )
         notes.append(f"the draft's memory slots are untrained (no adaptor for this draft and stride), {kind}")
     if session.pair.self_pair and job.options.method != "none":
         notes.append(
