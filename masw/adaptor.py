@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from masw.config import ModelConfig
 from masw.decoder import Decoder
 from masw.errors import UsageError
+from masw.linear import dense
 
 FORMATS = (1, 2)
 """1: every tensor whole. 2: `q` as a low-rank difference from the backbone's own, q = backbone + q_up @ q_down."""
@@ -71,9 +72,9 @@ class Adaptor(nn.Module):
         c = decoder.config
         adaptor = Adaptor(c, info, dtype=dtype or decoder.dtype, device=decoder.device)
         for index, layer in enumerate(decoder.weights.layers):
-            adaptor.kv[index].copy_(layer.qkv[c.q_width :])
+            adaptor.kv[index].copy_(dense(layer.qkv)[c.q_width :])
             if adaptor.q is not None:
-                adaptor.q[index].copy_(layer.qkv[: c.q_width])
+                adaptor.q[index].copy_(dense(layer.qkv)[: c.q_width])
             if adaptor.kv_bias is not None:
                 adaptor.kv_bias[index].copy_(torch.zeros(()) if layer.qkv_bias is None else layer.qkv_bias[c.q_width :])
             if adaptor.q_bias is not None and layer.qkv_bias is not None:
@@ -235,7 +236,7 @@ def _low_rank_q(up: Tensor, down: Tensor, decoder: Decoder, name: str) -> Tensor
 
 def _backbone_q(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     """The backbone's query projections [layers, q_width, hidden]."""
-    return torch.stack([layer.qkv[: decoder.config.q_width].to(dtype) for layer in decoder.weights.layers])
+    return torch.stack([dense(layer.qkv)[: decoder.config.q_width].to(dtype) for layer in decoder.weights.layers])
 
 
 @torch.no_grad()

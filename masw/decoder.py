@@ -6,8 +6,9 @@ Legend: B batch, T raw tokens, N rows (raw + slots), H hidden, Q query heads, G 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from masw.attention import attend
 from masw.config import ModelConfig
+from masw.linear import Packed, Weight, dense, linear
 
 if TYPE_CHECKING:
     from masw.memory import Block
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
 @dataclass
 class LayerWeights:
     attn_norm: Tensor  # [H]
-    qkv: Tensor  # [(Q + 2G) * D, H], rows q, k, v
+    qkv: Weight  # [(Q + 2G) * D, H], rows q, k, v
     qkv_bias: Tensor | None  # [(Q + 2G) * D]
-    out: Tensor  # [H, Q * D]
+    out: Weight  # [H, Q * D]
     mlp_norm: Tensor  # [H]
-    gate_up: Tensor  # [2 * I, H], rows gate, up
-    down: Tensor  # [H, I]
+    gate_up: Weight  # [2 * I, H], rows gate, up
+    down: Weight  # [H, I]
     q_norm: Tensor | None = None  # [D]
     k_norm: Tensor | None = None  # [D]
 
@@ -38,16 +40,22 @@ class Weights:
     embed: Tensor  # [V, H]
     layers: list[LayerWeights]
     norm: Tensor  # [H]
-    head: Tensor  # [V, H], the embedding itself when tied
+    head: Weight  # [V, H], the embedding itself when tied
 
     def tensors(self) -> list[Tensor]:
         """Each distinct tensor once, for bytes and for freezing."""
         found = [self.embed, self.norm]
-        if self.head is not self.embed:
-            found.append(self.head)
+        if dense(self.head) is not self.embed:
+            found.append(dense(self.head))
         for layer in self.layers:
-            found.extend(t for t in vars(layer).values() if t is not None)
+            found.extend(dense(t) for t in vars(layer).values() if t is not None)
         return found
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of packed copies, beside the tensors."""
+        every = [self.head, *(t for layer in self.layers for t in vars(layer).values())]
+        return sum(t.packed_nbytes for t in every if isinstance(t, Packed))
 
 
 class AnyMemory(Protocol):
@@ -77,32 +85,39 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.weights.tensors())
+        return sum(t.nbytes for t in self.weights.tensors()) + self.weights.packed_nbytes
 
-    def forward(self, tokens: Tensor, memory: AnyMemory) -> Tensor:
+    def forward(self, tokens: Tensor, memory: AnyMemory, around: Callable[..., Tensor] | None = None) -> Tensor:
         """Reads raw `tokens` [B, T] on top of what `memory` holds and writes their keys and values (and due slots) into it.
 
+        `around` calls each layer in place of the loop, so that training can keep a layer's input alone and compute it again.
         Returns the hidden states [B, T, H] of the raw tokens, in order, before the final norm.
         """
-        c = self.config
+        call = around or _plainly
         block = memory.begin(tokens)
         x = self._embed(block)  # [B, N, H]
         cos, sin = self._rotation(block.positions)  # [N, 1, D]
-        for index, w in enumerate(self.weights.layers):
-            h = F.rms_norm(x, (c.hidden,), w.attn_norm, c.norm_eps)
-            qk, v = self._project(index, w, h, block)  # [B, N, Q + G, D], [B, N, G, D]
-            q, k = rotate(qk, cos, sin).split((c.heads, c.kv_heads), dim=2)
-            k, v = memory.extend(index, q, k, v)  # [B, G, K, D]
-            x = x + F.linear(attend(q, k, v, block.mask, causal=block.causal), w.out)
-            h = F.rms_norm(x, (c.hidden,), w.mlp_norm, c.norm_eps)
-            gate, up = F.linear(h, w.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, w.down)
+        for index in range(len(self.weights.layers)):
+            x = call(self._layer, index, x, cos, sin, block, memory)
         memory.end()
         return x if block.raw_rows is None else x.index_select(1, block.raw_rows)
 
+    def _layer(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, block: Block, memory: AnyMemory) -> Tensor:
+        """Rows [B, N, H] behind layer `index`."""
+        c, w = self.config, self.weights.layers[index]
+        h = F.rms_norm(x, (c.hidden,), w.attn_norm, c.norm_eps)
+        qk, v = self._project(index, w, h, block)  # [B, N, Q + G, D], [B, N, G, D]
+        q, k = rotate(qk, cos, sin).split((c.heads, c.kv_heads), dim=2)
+        k, v = memory.extend(index, q, k, v)  # [B, G, K, D]
+        x = x + linear(attend(q, k, v, block.mask, causal=block.causal), w.out)
+        h = F.rms_norm(x, (c.hidden,), w.mlp_norm, c.norm_eps)
+        gate, up = linear(h, w.gate_up).chunk(2, dim=-1)
+        x = x + linear(F.silu(gate) * up, w.down)
+        return x
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of hidden states [..., H]."""
-        return F.linear(F.rms_norm(hidden, (self.config.hidden,), self.weights.norm, self.config.norm_eps), self.weights.head)
+        return linear(F.rms_norm(hidden, (self.config.hidden,), self.weights.norm, self.config.norm_eps), self.weights.head)
 
     def _embed(self, block: Block) -> Tensor:
         raw = F.embedding(block.tokens, self.weights.embed)
@@ -114,7 +129,7 @@ class Decoder:
     def _project(self, index: int, w: LayerWeights, h: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, N, Q + G, D] and values [B, N, G, D] of all rows; slot rows take theirs from the mirrored projections."""
         c = self.config
-        qkv = F.linear(h, w.qkv, w.qkv_bias)
+        qkv = linear(h, w.qkv, w.qkv_bias)
         if block.slots is not None:
             rows = block.slots.rows
             slot_q, slot_k, slot_v = block.slots.adaptor.project(index, h.index_select(1, rows))
@@ -135,6 +150,10 @@ class Decoder:
         angle = torch.outer(positions.to(exact), self._inv_freq.to(exact))
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((cos, cos), -1)[:, None].to(self.dtype), torch.cat((-sin, sin), -1)[:, None].to(self.dtype)
+
+
+def _plainly(layer: Callable[..., Tensor], *args: Any) -> Tensor:
+    return layer(*args)
 
 
 def _keep_freed_memory() -> None:

@@ -6,10 +6,12 @@ Legend: n loss positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from masw.adaptor import Adaptor
 from masw.config import MemoryShape
@@ -22,8 +24,9 @@ CHUNK_ROWS = 128  # of logits at a time: 128 rows of 49K fp32 are 25 MB
 class Passes:
     """Dense passes of one decoder. Their masks are kept, one set a shape."""
 
-    def __init__(self, decoder: Decoder, attention: str = "auto") -> None:
-        self.decoder, self._attention = decoder, attention
+    def __init__(self, decoder: Decoder, attention: str = "auto", *, checkpoint: bool = False) -> None:
+        """With `checkpoint` the backward pass computes each layer again instead of keeping what it needs of it."""
+        self.decoder, self._attention, self._checkpoint = decoder, attention, checkpoint
         self._memories: dict[MemoryShape, DenseMemory] = {}
 
     def hidden(self, tokens: Tensor, shape: MemoryShape, adaptor: Adaptor | None) -> Tensor:
@@ -34,7 +37,8 @@ class Passes:
                 shape, dtype=self.decoder.dtype, group=self.decoder.config.group, attention=self._attention
             )
         memory.adaptor = adaptor
-        return self.decoder.forward(tokens, memory)
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        return self.decoder.forward(tokens, memory, again if self._checkpoint and adaptor is not None else None)
 
 
 @dataclass(frozen=True)

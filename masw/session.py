@@ -24,6 +24,7 @@ from masw.methods import MemoryOptions, method_named
 from masw.metrics import Summary, first_difference, summarise
 from masw.prefill import Progress
 from masw.provenance import provenance
+from masw.quantise import packable, quantised
 from masw.quiet import hush
 from masw.recorder import Recorder
 from masw.trace import Trace
@@ -40,6 +41,7 @@ class RunOptions:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     settings: Settings = field(default_factory=Settings)
     adaptor: str = "auto"  # auto | none | quiet | path of a safetensors file, see `adaptor_for`
+    draft_weights: str = "auto"  # auto | plain | int8 | int4, see `masw.quantise`
 
     def shape(self) -> MemoryShape | None:
         """The draft model's memory, None when none drafts. Raises UsageError for a block that does not fit it."""
@@ -65,6 +67,7 @@ class Session:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self._target: Target | None = None
+        self._packed: dict[str, Decoder] = {}
 
     @property
     def context_limit(self) -> int:
@@ -98,6 +101,7 @@ class Session:
         target = self._target_for(total)
         settings = options.settings
         draft = self.pair.draft
+        kind, decoder = (None, draft.decoder) if shape is None else self._draft_decoder(options.draft_weights)
         drafter: Drafter = LookupDraft() if method_named(options.method).copies else NoDraft()
         header: dict[str, Any] = {
             "pair": self.pair.name,
@@ -105,6 +109,7 @@ class Session:
             "prompt_tokens": len(prompt),
             "settings": {**asdict(settings), "eos_ids": list(settings.eos_ids)},
             "memory": None if shape is None else asdict(shape),
+            "draft_weights": kind,
             "models": {"draft": draft.provenance, "target": self.pair.target.provenance},
             "provenance": provenance(target.decoder.device, target.decoder.dtype),
         }
@@ -118,7 +123,7 @@ class Session:
             )
             # Two streams of numbers, so that the accept rule's are independent of the draft's.
             drafter = ModelDraft(
-                draft.decoder, memory, settings.sampling, Random(settings.sampling.seed + 1), self.pair.target.config.vocab
+                decoder, memory, settings.sampling, Random(settings.sampling.seed + 1), self.pair.target.config.vocab
             )
             header["draft_kv"] = {
                 "allocated_bytes": memory.nbytes,
@@ -145,13 +150,27 @@ class Session:
         return Difference(index, a, b, gap)
 
     @torch.no_grad()
-    def warm_up(self, gamma: int) -> None:
+    def warm_up(self, gamma: int, draft_weights: str = "auto") -> None:
         """Runs each kind of forward once on throw-away memories, so that a first run is not timed with set-up costs."""
-        for model, widths in ((self.pair.target, (1, gamma + 1)), (self.pair.draft, (1, 2))):
-            decoder = model.decoder
+        _, draft = self._draft_decoder(draft_weights)
+        for decoder, widths in ((self.pair.target.decoder, (1, gamma + 1)), (draft, (1, 2))):
             memory = Memory(decoder.config, MemoryShape(), tokens=64, device=decoder.device, dtype=decoder.dtype)
             for width in widths:
                 decoder.logits(decoder.forward(torch.zeros(1, width, dtype=torch.long, device=decoder.device), memory))
+
+    def _draft_decoder(self, kind: str) -> tuple[str, Decoder]:
+        """The draft in the weights asked for, packed once a session. auto: int4 for a draft of its own where the kernels take it.
+
+        A model that drafts for itself stays as it is: the pair is there to show what compressing the memory costs, and nothing else.
+        """
+        plain = self.pair.draft.decoder
+        if kind == "auto":
+            kind = "int4" if packable(plain) and not self.pair.self_pair else "plain"
+        if kind == "plain":
+            return str(plain.dtype).removeprefix("torch."), plain
+        if kind not in self._packed:
+            self._packed[kind] = quantised(plain, kind)
+        return kind, self._packed[kind]
 
     def _target_for(self, tokens: int) -> Target:
         if self._target is None:

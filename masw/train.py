@@ -39,6 +39,7 @@ from masw.data import Answers, Texts
 from masw.decoder import Decoder
 from masw.distil import NOTHING, Passes, Score, full_hidden, head_loss, score
 from masw.errors import Cancelled, MaswError, UsageError
+from masw.linear import dense
 from masw.packages import write_json
 from masw.provenance import provenance
 from masw.quiet import hush
@@ -80,6 +81,7 @@ class TrainConfig(BaseModel):
     init: str = ""  # sha256 of the adaptor file that the run starts from; empty: a copy of the backbone
     q_rank: int = Field(0, ge=0)  # adaptor files hold a mirrored Q as a difference of this rank; 0: whole
     attention: Literal["auto", "tiled", "mask", "flex"] = "auto"  # kernel, see masw.dense.DenseMemory
+    checkpoint_activations: bool = False  # compute each layer again in the backward pass: less memory, a third more time
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -98,7 +100,7 @@ class TrainConfig(BaseModel):
 
 
 # What may differ between a run and its continuation: nothing that the loss depends on.
-_FREE = ("checkpoint_s", "checkpoint_steps", "patience", "q_rank", "attention")
+_FREE = ("checkpoint_s", "checkpoint_steps", "patience", "q_rank", "attention", "checkpoint_activations")
 
 
 def recipe(**fields: Any) -> TrainConfig:
@@ -261,7 +263,8 @@ class _Run:
         if start is not None:
             _take(self.adaptor, start.adaptor)
         self.adaptor.requires_grad_(True)
-        self.passes, self.eval_passes = Passes(decoder, config.attention), Passes(decoder, config.attention)
+        self.passes = Passes(decoder, config.attention, checkpoint=config.checkpoint_activations)
+        self.eval_passes = Passes(decoder, config.attention)
         self.trainee: nn.Module = Trainee(self.adaptor, self.passes, config.kl)
         if self.world > 1:
             self.trainee = nn.parallel.DistributedDataParallel(self.trainee)
@@ -580,12 +583,14 @@ def measure(
 def matmul_parameters(decoder: Decoder) -> int:
     """Parameters that every token is multiplied with: all matrices, the embedding only as the head."""
     w = decoder.weights
-    return w.head.numel() + sum(t.numel() for layer in w.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    return dense(w.head).numel() + sum(
+        dense(t).numel() for layer in w.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    )
 
 
 def matmul_rate(decoder: Decoder, rows: int = 512) -> float:
     """FLOP/s of the model's widest linear on `rows` rows, the pace that a perfect step would keep."""
-    weight = decoder.weights.layers[0].gate_up
+    weight = dense(decoder.weights.layers[0].gate_up)
     x = torch.ones(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
     best = math.inf
     for _ in range(6):

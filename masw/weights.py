@@ -19,6 +19,7 @@ from torch import Tensor
 from masw.config import ModelConfig
 from masw.decoder import LayerWeights, Weights
 from masw.errors import UsageError
+from masw.linear import dense
 
 _UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -188,7 +189,7 @@ def _places(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
         places[f"{prefix}.input_layernorm.weight"] = layer.attn_norm
-        for part, view in zip("qkv", layer.qkv.split(split), strict=True):
+        for part, view in zip("qkv", dense(layer.qkv).split(split), strict=True):
             places[f"{prefix}.self_attn.{part}_proj.weight"] = view
         if layer.qkv_bias is not None:
             for part, view in zip("qkv", layer.qkv_bias.split(split), strict=True):
@@ -196,11 +197,11 @@ def _places(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
         if layer.q_norm is not None and layer.k_norm is not None:
             places[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
             places[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
-        places[f"{prefix}.self_attn.o_proj.weight"] = layer.out
+        places[f"{prefix}.self_attn.o_proj.weight"] = dense(layer.out)
         places[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm
-        places[f"{prefix}.mlp.gate_proj.weight"], places[f"{prefix}.mlp.up_proj.weight"] = layer.gate_up.chunk(2)
-        places[f"{prefix}.mlp.down_proj.weight"] = layer.down
+        places[f"{prefix}.mlp.gate_proj.weight"], places[f"{prefix}.mlp.up_proj.weight"] = dense(layer.gate_up).chunk(2)
+        places[f"{prefix}.mlp.down_proj.weight"] = dense(layer.down)
     places["model.norm.weight"] = weights.norm
     if not c.tied:
-        places["lm_head.weight"] = weights.head
+        places["lm_head.weight"] = dense(weights.head)
     return places

@@ -197,6 +197,8 @@ BAD_OPTIONS = [
     (("--device", "cuda:7"), "--device cpu"),
     (("--device", "tpu"), "unknown"),
     (("--dtype", "int3"), "unknown"),
+    (("--draft-weights", "int2"), "unknown"),
+    (("--draft-weights", "int4", "--dtype", "fp32"), "use plain"),
     (("--adaptor", "nowhere.safetensors"), "no adaptor at"),
     (("--trace", "."), "is a folder"),
 ]

@@ -165,6 +165,14 @@ def test_micro_batches_add_up_to_the_batch(sources: tuple[data.Texts, data.Answe
     torch.testing.assert_close(whole.adaptor.kv, parts.adaptor.kv, rtol=0, atol=1e-9)
 
 
+def test_checkpointed_activations_give_the_same_run(sources: tuple[data.Texts, data.Answers], tmp_path: Path) -> None:
+    decoder = small_decoder(torch.float64)
+    kept = run(sources, tmp_path / "kept", decoder)
+    again = run(sources, tmp_path / "again", decoder, config(checkpoint_activations=True))
+    assert all(a.equal(b) for a, b in zip(kept.adaptor.parameters(), again.adaptor.parameters(), strict=True))
+    assert log(tmp_path / "kept") == log(tmp_path / "again")
+
+
 # ---- a run
 
 

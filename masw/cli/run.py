@@ -36,6 +36,9 @@ def run(
     stride: Annotated[int, typer.Option(help="r: raw tokens per memory slot.")] = 8,
     window: Annotated[int, typer.Option(help="W: last raw tokens kept exactly.")] = 512,
     sinks: Annotated[int, typer.Option(help="S: first raw tokens kept exactly.")] = 4,
+    draft_weights: Annotated[
+        str, typer.Option(help="auto | plain | int8 | int4: a quantised draft never changes the output.")
+    ] = "auto",
     adaptor: Annotated[
         str, typer.Option(help="Mirrored projections: auto (shipped with masw, else quiet) | quiet | none (plain copy) | PATH.")
     ] = "auto",
@@ -62,16 +65,18 @@ def run(
     from masw.devices import resolve_device, resolve_dtype
     from masw.engine import Settings
     from masw.methods import MemoryOptions
+    from masw.quantise import check_kind
     from masw.session import RunOptions, Session
     from masw.verify import Sampling
     from masw.zoo import load_pair
 
     # Everything that can be refused is refused before a model is fetched or loaded.
     settings = Settings(max_new_tokens, gamma, Sampling(temperature, top_k, top_p, seed))
-    options = RunOptions(method, MemoryOptions(sinks, window, stride), settings, adaptor)
+    options = RunOptions(method, MemoryOptions(sinks, window, stride), settings, adaptor, draft_weights)
     options.shape()
     task = task or ("question" if question else "summarize")
     prompts.check_task(task, question)
+    check_kind(draft_weights)
     if trace is not None and trace.is_dir():
         raise UsageError(f"{trace} is a folder; name a file for the trace")
     where = resolve_device(device)
@@ -79,7 +84,7 @@ def run(
     session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
     tokenizer = session.pair.target.tokenizer
     settings = Settings(max_new_tokens, gamma, settings.sampling, session.pair.target.eos_ids)
-    options = RunOptions(method, options.memory, settings, adaptor)
+    options = RunOptions(method, options.memory, settings, adaptor, draft_weights)
     limit = _context(max_context, session.context_limit)
     if max_new_tokens >= limit:
         raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room for a document in a context of {limit:,}; lower it")
@@ -90,7 +95,7 @@ def run(
     stop = _Stop()
     with stop:
         job = session.run(prompt.ids, options, stop)
-        session.warm_up(gamma)
+        session.warm_up(gamma, draft_weights)
         _note(
             f"{pair}: {len(prompt.ids):,} prompt tokens, method {method}, {where} {session.pair.target.decoder.dtype}".replace(
                 "torch.", ""

@@ -88,6 +88,10 @@ def train(
         Path | None, typer.Option(help="Folder that keeps the tokenised text. Default: in masw's own cache.")
     ] = None,
     attention: Annotated[str, typer.Option(help="Kernel: auto | tiled (CPU) | mask | flex (GPU).")] = "auto",
+    checkpoint_activations: Annotated[
+        bool,
+        typer.Option("--checkpoint-activations", help="Compute each layer again in the backward pass: less memory, more time."),
+    ] = False,
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as torch decides.")] = 0,
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Of the frozen backbone: auto | bf16 | fp32. The adaptor trains in fp32.")] = "auto",
@@ -118,7 +122,7 @@ def train(
             "windows": _whole("windows", windows), "sinks": sinks, "kl": kl, "most_pieces": pieces, "lr": lr, "min_lr": min_lr,
             "warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip": clip, "micro_rows": micro_rows, "seed": seed,
             "checkpoint_s": checkpoint_minutes * 60, "eval_tokens": eval_tokens, "eval_windows": _whole("eval-windows", eval_windows),
-            "patience": patience, "quiet": quiet, "q_rank": q_rank, "attention": attention,
+            "patience": patience, "quiet": quiet, "q_rank": q_rank, "attention": attention, "checkpoint_activations": checkpoint_activations,
         }  # fmt: skip
         check_sources(recipe(base=name, **known).parsed(), bool(text), bool(answers))
         if init is not None:
