@@ -30,6 +30,7 @@ from masw.recorder import Recorder
 from masw.trace import Trace
 from masw.zoo import Pair, free_bytes
 
+ADAPTORS = ("auto", "none", "quiet")  # what is not the path of an adaptor, see `adaptor_for`
 SAMPLE = 512  # prompt tokens that show where a draft's queries point
 
 
@@ -101,7 +102,7 @@ class Session:
         target = self._target_for(total)
         settings = options.settings
         draft = self.pair.draft
-        kind, decoder = (None, draft.decoder) if shape is None else self._draft_decoder(options.draft_weights)
+        kind, decoder = (None, draft.decoder) if shape is None else self.draft_decoder(options.draft_weights)
         drafter: Drafter = LookupDraft() if method_named(options.method).copies else NoDraft()
         header: dict[str, Any] = {
             "pair": self.pair.name,
@@ -152,13 +153,13 @@ class Session:
     @torch.no_grad()
     def warm_up(self, gamma: int, draft_weights: str = "auto") -> None:
         """Runs each kind of forward once on throw-away memories, so that a first run is not timed with set-up costs."""
-        _, draft = self._draft_decoder(draft_weights)
+        _, draft = self.draft_decoder(draft_weights)
         for decoder, widths in ((self.pair.target.decoder, (1, gamma + 1)), (draft, (1, 2))):
             memory = Memory(decoder.config, MemoryShape(), tokens=64, device=decoder.device, dtype=decoder.dtype)
             for width in widths:
                 decoder.logits(decoder.forward(torch.zeros(1, width, dtype=torch.long, device=decoder.device), memory))
 
-    def _draft_decoder(self, kind: str) -> tuple[str, Decoder]:
+    def draft_decoder(self, kind: str) -> tuple[str, Decoder]:
         """The draft in the weights asked for, packed once a session. auto: int4 for a draft of its own where the kernels take it.
 
         A model that drafts for itself stays as it is: the pair is there to show what compressing the memory costs, and nothing else.
@@ -224,7 +225,7 @@ def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str, sample: S
     from. quiet: that copy with slots that nothing looks at, so that the draft is as good as its window (masw.quiet); `sample` is text
     that shows where queries point. Anything else is a path.
     """
-    if choice not in ("auto", "none", "quiet"):
+    if choice not in ADAPTORS:
         return Adaptor.load(Path(choice), decoder, base=base, stride=stride), Path(choice)
     if choice == "auto":
         for path in shipped_adaptors():

@@ -142,7 +142,8 @@ class Bench:
         pairs = [(self._decode(session, "full", new), self._decode(session, "none", new)) for _ in range(self._count(4))]
         rates = [(_rate(a), _rate(b)) for a, b in pairs]
         iteration = median(float(a.tokens_per_iteration or 0) for a, _ in pairs)
-        what = f"qwen2.5-coder: full-KV draft, gamma 5 / autoregressive ({iteration:.2f} tokens an iteration)"
+        kind, _ = session.draft_decoder("auto")
+        what = f"qwen2.5-coder: full-KV {kind} draft, gamma 5 / autoregressive ({iteration:.2f} tokens an iteration)"
         yield _row("speculate", what, [a for a, _ in rates], [b for _, b in rates], "tok/s", ">= 1.6", None)
 
     def overhead(self) -> Iterator[Row]:
@@ -152,7 +153,7 @@ class Bench:
         settings = Settings(max_new_tokens=24 if self.quick else 48)
         for method in ("none", "full", "masw"):
             forwards: list[float] = []  # ms of each round
-            with timed({pair.target.decoder, pair.draft.decoder}) as spans:
+            with timed({pair.target.decoder, session.draft_decoder("auto")[1]}) as spans:
                 run = session.run(self._prompt(session), RunOptions(method=method, settings=settings))
                 for item in run:
                     if isinstance(item, Round):

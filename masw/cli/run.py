@@ -62,11 +62,12 @@ def run(
 ) -> None:
     """Answer about FILE with speculative decoding: the output is the target's own, whatever the draft remembers."""
     from masw import documents, prompts
+    from masw.adaptor import read_info
     from masw.devices import resolve_device, resolve_dtype
     from masw.engine import Settings
     from masw.methods import MemoryOptions
     from masw.quantise import check_kind
-    from masw.session import RunOptions, Session
+    from masw.session import ADAPTORS, RunOptions, Session
     from masw.verify import Sampling
     from masw.zoo import load_pair
 
@@ -77,6 +78,8 @@ def run(
     task = task or ("question" if question else "summarize")
     prompts.check_task(task, question)
     check_kind(draft_weights)
+    if adaptor not in ADAPTORS:
+        read_info(Path(adaptor))
     if trace is not None and trace.is_dir():
         raise UsageError(f"{trace} is a folder; name a file for the trace")
     where = resolve_device(device)
@@ -96,11 +99,8 @@ def run(
     with stop:
         job = session.run(prompt.ids, options, stop)
         session.warm_up(gamma, draft_weights)
-        _note(
-            f"{pair}: {len(prompt.ids):,} prompt tokens, method {method}, {where} {session.pair.target.decoder.dtype}".replace(
-                "torch.", ""
-            )
-        )
+        kind = str(session.pair.target.decoder.dtype).removeprefix("torch.")
+        _note(f"{pair}: {len(prompt.ids):,} prompt tokens, method {method}, {where} {kind}")
         try:
             _stream(job, session, echo=not as_json)
         except BaseException:
