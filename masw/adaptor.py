@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from masw.config import ModelConfig
 from masw.decoder import Decoder
 from masw.errors import UsageError
+from masw.files import replacing
 from masw.linear import dense
 
 FORMATS = (1, 2)
@@ -126,18 +125,14 @@ class Adaptor(nn.Module):
         shape = {"layers": self.config.layers, "kv_width": self.config.kv_width, "hidden": self.config.hidden}
         metadata = {"format": "pt", "masw": json.dumps({"version": version, "info": asdict(info), "shape": shape})}
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-        partial = path.with_name(path.name + ".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, partial, metadata)
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                save_file(tensors, partial, metadata)
         except (OSError, SafetensorError) as error:
             raise UsageError(
                 f"cannot write the adaptor to {path}: {getattr(error, 'strerror', None) or error}; free some space or choose another path"
             ) from None
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path, decoder: Decoder, *, base: str, stride: int | None = None, dtype: torch.dtype | None = None) -> Adaptor:

@@ -24,6 +24,8 @@ def read(source: str) -> str:
     """Text of the file `source`, or of standard input for "-". Raises UsageError with what to do next."""
     name = "standard input" if source == "-" else source
     try:
+        if source == "-" and sys.stdin is None:
+            raise UsageError("standard input is closed; give a file, or pipe a document in")
         if source == "-":
             raw = sys.stdin.buffer.read(LIMIT_BYTES + 1)
         else:

@@ -30,6 +30,7 @@ import filelock
 from tqdm import tqdm
 
 from masw.errors import MaswError
+from masw.files import replacing
 
 Progress = Callable[[str, int, int], None]  # (what, bytes done, bytes in all)
 Notice = Callable[[str], None]  # one line for the user, outside any progress bar
@@ -182,9 +183,8 @@ def fetch(source: PackagedFile, staging: Path, progress: Progress = no_progress,
 
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` so that `path` is either the old file or the whole new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _read_journal(journal: Path, source: PackagedFile, joined: Path) -> list[dict[str, Any]]:

@@ -6,14 +6,13 @@ No torch here: notebooks, report and app read traces on machines that never load
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from masw.errors import UsageError
+from masw.files import replacing
 
 SCHEMA = 1
 
@@ -61,17 +60,12 @@ class Trace:
 
     def save(self, path: Path) -> None:
         """Writes JSON lines under a temporary name, then renames. Raises UsageError when it cannot."""
-        partial = path.with_name(path.name + ".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("w", encoding="utf-8") as file:
+            with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in self.lines())
-            os.replace(partial, path)
         except OSError as error:
             raise UsageError(f"cannot write the trace to {path}: {error.strerror or error}; choose another path") from None
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
 
     def lines(self) -> Iterator[str]:
         yield json.dumps({"type": "header", "schema": SCHEMA, **self.header})

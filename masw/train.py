@@ -39,6 +39,7 @@ from masw.data import Answers, Texts
 from masw.decoder import Decoder
 from masw.distil import NOTHING, Passes, Score, full_hidden, head_loss, score
 from masw.errors import Cancelled, MaswError, UsageError
+from masw.files import replacing
 from masw.linear import dense
 from masw.packages import write_json
 from masw.provenance import provenance
@@ -493,15 +494,12 @@ class _Run:
             "measured": self.measured,
         }
         path = self.folder / "last.pt"
-        partial = path.with_name("last.pt.partial")
         try:
-            with partial.open("wb") as stream:
+            with replacing(path) as partial, partial.open("wb") as stream:
                 torch.save(state, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(partial, path)
         except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
             raise _disk_error(error, self.folder) from None
         self._write_adaptor("adaptor.safetensors")
         self.unsaved = False
@@ -651,9 +649,8 @@ def _cut_log(path: Path, step: int) -> None:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 break
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     except OSError as error:
         raise _disk_error(error, path.parent) from None
 

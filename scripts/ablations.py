@@ -31,6 +31,7 @@ from masw.catalogue import draft_of
 from masw.cli.evaluate import numbers
 from masw.devices import resolve_device, resolve_dtype
 from masw.errors import MaswError, UsageError
+from masw.files import replacing
 from masw.provenance import provenance
 from masw.session import Session
 from masw.store import cache_root
@@ -259,9 +260,8 @@ class Results:
         self.lines = [known for known in self.lines if known["recipe"] != line["recipe"]] + [json.loads(json.dumps(line))]
         order = list(RECIPES)
         self.lines.sort(key=lambda known: order.index(known["recipe"]) if known["recipe"] in order else len(order))
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(json.dumps(known) + "\n" for known in self.lines), encoding="utf-8")
-        partial.replace(self.path)
+        with replacing(self.path) as partial:
+            partial.write_text("".join(json.dumps(known) + "\n" for known in self.lines), encoding="utf-8")
         self.write_table()
 
     def write_table(self) -> None:

@@ -203,7 +203,7 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").mkdir()
-    with pytest.raises(UsageError, match="cannot write the adaptor to"):
+    with pytest.raises(UsageError, match="cannot write the adaptor to|is a folder"):
         trained_adaptor(DECODER).save(tmp_path / "a.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 
@@ -216,7 +216,7 @@ def test_unknown_choices_are_refused(options: dict[str, str]) -> None:
 
 def test_what_the_file_system_refuses_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    too_long = "a" * 250
+    too_long = "a" * 300
     for path in (tmp_path / "file" / "a.safetensors", tmp_path / too_long):
         with pytest.raises(UsageError, match="cannot write the adaptor to") as error:
             trained_adaptor(DECODER).save(path)

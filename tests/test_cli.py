@@ -200,7 +200,8 @@ BAD_OPTIONS = [
     (("--draft-weights", "int2"), "unknown"),
     (("--draft-weights", "int4", "--dtype", "fp32"), "use plain"),
     (("--adaptor", "nowhere.safetensors"), "no adaptor at"),
-    (("--trace", "."), "is a folder"),
+    (("--trace", "."), "name a file"),
+    (("--trace", ""), "name a file"),
 ]
 
 
@@ -219,12 +220,20 @@ def test_unknown_option_is_bad_usage(masw, document: Path) -> None:
     assert masw("run", document, "--gama", 3)[0] == 2
 
 
-def test_unwritable_trace_keeps_the_answer(masw, document: Path, tmp_path: Path) -> None:
-    blocked = tmp_path / "blocked"
+def test_a_trace_that_cannot_be_written_is_refused_before_the_run(masw, document: Path, tmp_path: Path) -> None:
+    blocked, pipe = tmp_path / "blocked", tmp_path / "pipe"
     blocked.write_text("a file where a folder is needed", encoding="utf-8")
-    code, out, err = masw("run", document, "--pair", "tiny", "--max-new-tokens", 4, "--trace", blocked / "t.jsonl")
-    assert code == 2 and "cannot write the trace" in one_line(err)
-    assert "tokens per iteration" in out
+    os.mkfifo(pipe)
+    for trace, phrase in ((blocked / "t.jsonl", "not a folder"), (pipe, "regular file"), (document, "input itself")):
+        code, out, err = masw("run", document, "--pair", "tiny", "--max-new-tokens", 4, "--trace", trace)
+        assert code == 2 and phrase in one_line(err) and out == ""
+    assert pipe.is_fifo() and document.read_text(encoding="utf-8").startswith("The committee")
+
+
+def test_closed_standard_input(masw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = masw("run", "-", "--pair", "tiny")
+    assert code == 2 and "standard input is closed" in one_line(err)
 
 
 def test_too_little_memory_names_the_estimate(masw, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +293,8 @@ def test_version_and_help(masw) -> None:
     assert "tokens" in masw("run", "--help")[1]
 
 
-def test_interrupt_keeps_the_partial_answer(tmp_path: Path, document: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_keeps_the_partial_answer(tmp_path: Path, document: Path, number: signal.Signals) -> None:
     trace = tmp_path / "partial.jsonl"
     command = [sys.executable, "-c", "from masw.cli import main; main()", "run", str(document), "--pair", "tiny"]
     with subprocess.Popen(
@@ -296,7 +306,7 @@ def test_interrupt_keeps_the_partial_answer(tmp_path: Path, document: Path) -> N
             if "prompt tokens" in line:
                 break
         time.sleep(1.5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in one_line(err)

@@ -356,7 +356,7 @@ def test_a_folder_that_cannot_be_written(sources: tuple[data.Texts, data.Answers
 # ---- workers
 
 WORKER = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from pathlib import Path
 from masw import data
 from masw.tokenizer import ByteTokenizer
@@ -367,7 +367,9 @@ dist.init_process_group("gloo")
 cache, text, sft, out = map(Path, sys.argv[1:])
 sources = data.texts([str(text)], ByteTokenizer(), cache, 1, print), data.answers([str(sft)], ByteTokenizer(), cache, 1, print)
 result = train(config(eval_tokens=0), small_decoder(torch.float64), *sources, [], out, separator=SEPARATOR)
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # as masw.cli.__main__ does, and for its reason
 """
 
 

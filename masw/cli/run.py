@@ -65,6 +65,7 @@ def run(
     from masw.adaptor import read_info
     from masw.devices import resolve_device, resolve_dtype
     from masw.engine import Settings
+    from masw.files import check_writable
     from masw.methods import MemoryOptions
     from masw.quantise import check_kind
     from masw.session import ADAPTORS, RunOptions, Session
@@ -80,8 +81,8 @@ def run(
     check_kind(draft_weights)
     if adaptor not in ADAPTORS:
         read_info(Path(adaptor))
-    if trace is not None and trace.is_dir():
-        raise UsageError(f"{trace} is a folder; name a file for the trace")
+    if trace is not None:
+        check_writable(trace, not_over=file)
     where = resolve_device(device)
     document = documents.read(file)
     session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
@@ -126,25 +127,27 @@ def run(
     if trace is not None:
         job.trace.save(trace)
     if stop():
-        raise Cancelled("interrupted; the partial answer above is the target's own")
+        said = job.summary().tokens
+        raise Cancelled("interrupted; the partial answer is the target's own" if said else "interrupted before the first token")
 
 
 class _Stop:
-    """Ctrl-C ends the run at the next drafted token or prefill chunk; a second one ends the process."""
+    """Ctrl-C (or SIGTERM) ends the run at the next drafted token or prefill chunk; a second one ends the process."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._old: Any = None
+        self._old: dict[int, Any] = {}
 
     def __call__(self) -> bool:
         return self.asked
 
     def __enter__(self) -> _Stop:
-        self._old = signal.signal(signal.SIGINT, self._handle)
+        self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._old)
+        for number, old in self._old.items():
+            signal.signal(number, old)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

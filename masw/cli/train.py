@@ -161,14 +161,20 @@ class _Job:
         import torch.distributed as dist
 
         device = self._join()
+        finished = False
         try:
-            return self._train(device, max_steps, max_seconds, started)
+            found = self._train(device, max_steps, max_seconds, started)
+            finished = True
+            return found
         except MaswError as error:
             if self.rank:
                 raise typer.Exit(error.exit_code) from None  # the first worker says it
             raise
         finally:
             if dist.is_initialized():
+                # The last collective ends with each worker at its own time; one that leaves first can take the other's threads along.
+                if finished:
+                    dist.barrier()
                 dist.destroy_process_group()
 
     def _join(self) -> torch.device:
