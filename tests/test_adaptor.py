@@ -203,7 +203,7 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").mkdir()
-    with pytest.raises(UsageError, match="cannot write the adaptor to|is a folder"):
+    with pytest.raises(UsageError, match=r"cannot write the adaptor to|is a folder"):
         trained_adaptor(DECODER).save(tmp_path / "a.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 

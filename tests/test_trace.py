@@ -152,7 +152,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "file" / "run.jsonl", tmp_path / "folder"):
-        with pytest.raises(UsageError, match="cannot write the trace to|is a folder") as error:
+        with pytest.raises(UsageError, match=r"cannot write the trace to|is a folder") as error:
             some_trace().save(path)
         assert "\n" not in str(error.value)
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
