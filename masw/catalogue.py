@@ -162,6 +162,8 @@ def resolve_pair(spec: str) -> PairSpec:
     if ":" not in spec or Path(spec).expanduser().is_dir():
         one = resolve_model(spec)
         return PairSpec(one.name, one, one)
+    if spec.count(":") > 1:
+        raise UsageError(f"'{spec}' names more than two models; give one preset, one model, or DRAFT:TARGET")
     draft, target = (resolve_model(part) for part in spec.split(":", 1))
     return PairSpec(f"{draft.name}:{target.name}", draft, target)
 

@@ -194,6 +194,7 @@ BAD_OPTIONS = [
     (("--task", "question"), "needs the question"),
     (("--pair", "smollm3"), "did you mean smollm2"),
     (("--pair", "./nowhere"), "no folder"),
+    (("--pair", "tiny-2:tiny-4:tiny-4"), "more than two models"),
     (("--device", "cuda:7"), "--device cpu"),
     (("--device", "tpu"), "unknown"),
     (("--dtype", "int3"), "unknown"),
