@@ -46,4 +46,4 @@ def test_int4_keeps_most_of_the_drafts_acceptance(guide: str) -> None:
         job = session.run(prompt, RunOptions("full", settings=settings, draft_weights=kind))
         list(job)
         found[kind] = job.summary().tokens_per_iteration or 0.0
-    assert found["int4"] >= 0.8 * found["plain"]  # one prompt: the mean over prompts is what docs/LOG.md states
+    assert found["int4"] >= 0.8 * found["plain"]  # one prompt and 96 tokens: a coarse guard, not a measurement
