@@ -19,3 +19,14 @@ class Cancelled(MaswError):
     """The caller asked to stop; what was produced up to then is kept by the caller."""
 
     exit_code = 130
+
+
+def plain_words(error: BaseException) -> str:
+    """One line for any failure: a MaswError's own, the remedy for lack of memory, else kind and first line."""
+    lines = str(error).strip().splitlines()
+    reason = lines[0][:300] if lines else type(error).__name__
+    if isinstance(error, MaswError):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "allocate memory" in reason or "out of memory" in reason.lower():
+        return f"out of memory ({reason}); use a shorter context or a smaller pair"
+    return f"{type(error).__name__}: {reason}"

@@ -133,6 +133,14 @@ class Session:
             }
         return Run(self.pair, target, drafter, list(prompt), options, header, stop)
 
+    def forget(self) -> None:
+        """Drops the document that the target's memory holds; the buffers stay for the next one."""
+        if self._target is not None:
+            memory = self._target.memory
+            memory.abandon()
+            memory.listener = None
+            memory.rollback(memory.length)
+
     def difference(self, prompt: Sequence[int], ours: list[int], reference: list[int]) -> Difference | None:
         """First token in which two outputs for `prompt` differ, with the target's logit gap there; None when they are the same."""
         index = first_difference(ours, reference)

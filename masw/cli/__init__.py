@@ -9,7 +9,7 @@ import warnings
 import typer
 
 from masw.cli import doctor, evaluate, models, run, train
-from masw.errors import MaswError
+from masw.errors import MaswError, plain_words
 
 app = typer.Typer(
     help="Speculative decoding for long documents: a strong draft with a compact KV memory, the target's own output.",
@@ -60,11 +60,8 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        text = str(error).strip().splitlines()
-        reason = text[0][:300] if text else type(error).__name__
-        if isinstance(error, MemoryError) or "allocate memory" in reason or "out of memory" in reason.lower():
-            fail(f"out of memory ({reason}); lower --max-context or take a smaller pair", 3)
-        fail(f"{type(error).__name__}: {reason} (set MASW_DEBUG=1 for the traceback)", 3)
+        reason = plain_words(error)
+        fail(reason if reason.startswith("out of memory") else f"{reason} (set MASW_DEBUG=1 for the traceback)", 3)
 
 
 def fail(message: str, code: int) -> None:
