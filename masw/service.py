@@ -46,12 +46,11 @@ class Ask:
 
 @dataclass
 class Arm:
-    """One run of an answer: its trace grows while it is made."""
+    """One run of an answer: its trace grows while it is made. The header's `pieces` hold the text of each token id on its own."""
 
     options: RunOptions
     trace: Trace
     pieces: list[str] = field(default_factory=list)  # text of the emitted tokens, one for each; "" until a character is whole
-    texts: dict[int, str] = field(default_factory=dict)  # token id -> its text on its own, drafted tokens too
     progress: dict[str, Progress] = field(default_factory=dict)
     peak_bytes: int | None = None  # resident memory of the process, high-water mark
     gpu_bytes: int | None = None  # None: no GPU
@@ -88,7 +87,7 @@ class Answer:
         self.arms: list[Arm] = []
 
     def view(self) -> View:
-        arms = tuple(replace(a, trace=Trace(a.trace.header, a.trace.events[:]), pieces=a.pieces[:], texts=dict(a.texts)) for a in self.arms)
+        arms = tuple(replace(a, trace=_copy(a.trace), pieces=a.pieces[:], progress=dict(a.progress)) for a in self.arms)
         return View(self.stage, self.load, self.prompt, self.shared_tokens, arms, max(0, len(arms) - 1))
 
     def __call__(self, stop: Stop, owner: str) -> None:
@@ -134,6 +133,7 @@ class Answer:
 
     def _follow(self, run: Run, arm: Arm, tokenizer: AnyTokenizer, *, first: bool) -> None:
         stream, seen = StreamDecoder(tokenizer), 0
+        texts: dict[str, str] = run.trace.header.setdefault("pieces", {})
         for step in run:
             if isinstance(step, Progress):
                 if first and step.who == "target" and "target" not in arm.progress:
@@ -144,8 +144,9 @@ class Answer:
             if first and not seen and "target" not in arm.progress:
                 self.shared_tokens = len(run.prompt) - 1
             seen += len(step.tokens)
-            for token in {*step.tokens, *step.drafted} - arm.texts.keys():
-                arm.texts[token] = tokenizer.decode([token])
+            for token in {*step.tokens, *step.drafted}:
+                if str(token) not in texts:
+                    texts[str(token)] = tokenizer.decode([token])
             arm.pieces.extend(stream.push([token]) for token in step.tokens)
         rest = stream.flush()
         if rest and arm.pieces:
@@ -301,7 +302,9 @@ class Room:
         session = self._session
         if session is None or self._tenant != owner or session.pair.name != resolve_pair(pair).name:
             return 0
-        return next((i for i, (a, b) in enumerate(zip(prompt, self._held, strict=False)) if a != b), min(len(prompt), len(self._held)))
+        return next(
+            (i for i, (a, b) in enumerate(zip(prompt, self._held, strict=False)) if a != b), min(len(prompt), len(self._held))
+        )
 
     def _tokenizer(self, pair: str) -> AnyTokenizer:
         """Of the target, for previews alone: the worker has its own, so neither waits for the other."""
@@ -359,6 +362,11 @@ def eta_s(view: View, known: Sequence[float] = ()) -> float | None:
         if at is not None and per_token is not None:
             left += (at.total - at.done) * per_token / 1e3
     return left if arm.progress else None
+
+
+def _copy(trace: Trace) -> Trace:
+    """A moment of a trace that grows: the events are frozen records, so their list is all there is to copy."""
+    return Trace({**trace.header, "pieces": dict(trace.header.get("pieces", {}))}, trace.events[:])
 
 
 def _kind(pair: str, options: RunOptions) -> tuple[str, str, str]:
