@@ -87,15 +87,18 @@ class Decoder:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.weights.tensors()) + self.weights.packed_nbytes
 
-    def forward(self, tokens: Tensor, memory: AnyMemory, around: Callable[..., Tensor] | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, memory: AnyMemory, around: Callable[..., Tensor] | None = None, inputs: Tensor | None = None
+    ) -> Tensor:
         """Reads raw `tokens` [B, T] on top of what `memory` holds and writes their keys and values (and due slots) into it.
 
         `around` calls each layer in place of the loop, so that training can keep a layer's input alone and compute it again.
+        `inputs` [B, T, H] stand in for the embeddings of `tokens`, for a head that reads more than them.
         Returns the hidden states [B, T, H] of the raw tokens, in order, before the final norm.
         """
         call = around or _plainly
         block = memory.begin(tokens)
-        x = self._embed(block)  # [B, N, H]
+        x = self._embed(block, inputs)  # [B, N, H]
         cos, sin = self._rotation(block.positions)  # [N, 1, D]
         for index in range(len(self.weights.layers)):
             x = call(self._layer, index, x, cos, sin, block, memory)
@@ -117,10 +120,14 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of hidden states [..., H]."""
-        return linear(F.rms_norm(hidden, (self.config.hidden,), self.weights.norm, self.config.norm_eps), self.weights.head)
+        return linear(self.normed(hidden), self.weights.head)
 
-    def _embed(self, block: Block) -> Tensor:
-        raw = F.embedding(block.tokens, self.weights.embed)
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., H] behind the final norm: what the LM head multiplies."""
+        return F.rms_norm(hidden, (self.config.hidden,), self.weights.norm, self.config.norm_eps)
+
+    def _embed(self, block: Block, inputs: Tensor | None) -> Tensor:
+        raw = F.embedding(block.tokens, self.weights.embed) if inputs is None else inputs
         if block.slots is None:
             return raw
         slot = block.slots.adaptor.slot_input(block.slots.sources, self.weights.embed)  # [B, slots, H]

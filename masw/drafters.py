@@ -26,11 +26,29 @@ class Proposal:
     confidence: tuple[float, ...] = ()  # q of each token; its softmax probability when greedy
 
 
+class Observer(Protocol):
+    """Who is shown the target's hidden states of accepted text, each position once and in order."""
+
+    @property
+    def seen(self) -> int:
+        """Positions shown so far; the next one has this number."""
+        ...
+
+    def observe(self, hidden: Tensor) -> None:
+        """Hidden states [n, H] of the next n positions, before the final norm."""
+        ...
+
+
 class Drafter(Protocol):
     """`propose` never changes what is accepted; `settle` drops what was refused."""
 
     @property
     def memory(self) -> Memory | None: ...
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who wants the target's hidden states; None: nobody, and nothing is spent on them."""
+        ...
 
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         """Reads the prompt; None when there is nothing to read."""
@@ -49,6 +67,7 @@ class NoDraft:
     """Proposes nothing: the loop then is autoregressive decoding."""
 
     memory: Memory | None = None
+    observer: Observer | None = None
 
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         return None
@@ -62,6 +81,8 @@ class NoDraft:
 
 class ModelDraft:
     """An independent draft model; what it remembers is its memory's business."""
+
+    observer: Observer | None = None
 
     def __init__(self, decoder: Decoder, memory: Memory, sampling: Sampling, random: Random, vocab: int) -> None:
         """`vocab` is the width of the target's distribution; the draft's logits are cut or padded to it."""
@@ -108,8 +129,12 @@ class ModelDraft:
         """Next-token logits [V] after reading `unread`."""
         # A target padded further than the draft may emit ids that the draft has no row for; any row does, its guess is checked.
         known = [min(token, self._decoder.config.vocab - 1) for token in unread]
-        hidden = self._decoder.forward(torch.tensor([known], device=self._decoder.device), self.memory)
+        hidden = self._read(torch.tensor([known], device=self._decoder.device))
         return aligned(self._decoder.logits(hidden[:, -1])[0], self._vocab)
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        """Hidden states [1, T, H] of `tokens` [1, T], which follow what the memory holds."""
+        return self._decoder.forward(tokens, self.memory)
 
 
 def aligned(logits: Tensor, vocab: int) -> Tensor:

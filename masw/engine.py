@@ -59,12 +59,13 @@ class Target:
         """Allocates KV for `tokens` tokens (prompt, answer and one block)."""
         self.decoder = decoder
         self.memory = Memory(decoder.config, MemoryShape(), tokens=tokens, device=decoder.device, dtype=decoder.dtype)
+        self.hidden: Tensor | None = None  # [len(block), H] of the last verified block, before the final norm
 
-    def rewind(self, prompt: Sequence[int]) -> None:
-        """Keeps what the memory shares with `prompt`, short of its last token, and drops the rest."""
+    def rewind(self, prompt: Sequence[int], most: int | None = None) -> None:
+        """Keeps what the memory shares with `prompt`, short of its last token (and `most` tokens), and drops the rest."""
         self.memory.abandon()  # a run that was interrupted inside a forward left a block open
         held = self.memory.tokens()[0].tolist()
-        limit = min(len(held), len(prompt) - 1)
+        limit = min(len(held), len(prompt) - 1, len(held) if most is None else most)
         same = next((i for i in range(limit) if held[i] != prompt[i]), limit)
         self.memory.listener = None
         self.memory.rollback(len(held) - same)
@@ -72,7 +73,8 @@ class Target:
     def verify(self, block: Sequence[int]) -> Tensor:
         """Logits [len(block), V] after each token of `block`."""
         hidden = self.decoder.forward(torch.tensor([list(block)], device=self.decoder.device), self.memory)
-        return self.decoder.logits(hidden[0])
+        self.hidden = hidden[0]
+        return self.decoder.logits(self.hidden)
 
 
 @torch.no_grad()
@@ -93,16 +95,19 @@ def generate(
         raise UsageError("the prompt is empty; give a document with at least one word")
     sequence = list(prompt)
     random = Random(settings.sampling.seed)
-    target.rewind(prompt)
+    observer = drafter.observer
+    # Hidden states are not kept: what an observer has not seen is read again.
+    target.rewind(prompt, None if observer is None else observer.seen)
     target.memory.listener = recorder.listener("target", lambda: target.memory.live_nbytes)
     if drafter.memory is not None:
         memory = drafter.memory
         memory.listener = recorder.listener("draft", lambda: memory.live_nbytes)
 
-    readers = [Reader("target", target.decoder, target.memory, prompt[:-1], recorder, settings.chunk)]
+    show = None if observer is None else observer.observe
+    readers = [Reader("target", target.decoder, target.memory, prompt[:-1], recorder, settings.chunk, show)]
     draft_reader = drafter.reader(prompt[:-1], recorder, settings.chunk)
     if draft_reader is not None:
-        readers.append(draft_reader)
+        readers.insert(len(readers) if observer is None else 0, draft_reader)
     yield from read_all(readers, stop)
 
     limit = len(prompt) + settings.max_new_tokens
@@ -135,6 +140,8 @@ def generate(
             sequence.extend(emitted)
             target.memory.rollback(target.memory.length - (len(sequence) - 1))
             target.memory.commit()
+            if observer is not None and target.hidden is not None:
+                observer.observe(target.hidden[: len(emitted)])
             drafter.settle(len(sequence) - 1)
         recorder.add("upkeep", "engine", len(sequence) - len(emitted), 0, ms=whole.ms - drafting.ms - verifying.ms)
         recorder.add("emit", "engine", len(sequence) - len(emitted), len(emitted), ms=whole.ms, tokens=emitted, roles=list(roles))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from masw.drafters import Proposal
+from masw.drafters import Observer, Proposal
 from masw.memory import Memory
 from masw.prefill import Reader
 from masw.recorder import Recorder
@@ -20,6 +20,7 @@ class LookupDraft:
     """
 
     memory: Memory | None = None
+    observer: Observer | None = None
 
     def __init__(self, longest: int = LONGEST) -> None:
         self._longest = longest

@@ -22,15 +22,21 @@ class MemoryOptions:
 class Method:
     name: str
     title: str  # for tables and menus
-    shape: Callable[[MemoryOptions], MemoryShape] | None = None  # what a draft model remembers; None: no model drafts
+    shape: Callable[[MemoryOptions], MemoryShape] | None = None  # what a draft remembers; None: nothing that remembers drafts
     copies: bool = False  # drafts by looking up the text itself
+    head: bool = False  # a head on the target's features drafts, not the pair's draft model
 
     @property
     def drafts(self) -> bool:
         return self.shape is not None or self.copies
 
+    @property
+    def model(self) -> bool:
+        """Whether the pair's draft model drafts."""
+        return self.shape is not None and not self.head
+
     def memory(self, options: MemoryOptions) -> MemoryShape | None:
-        """The draft model's memory, None when no model drafts."""
+        """The memory of the model or head that drafts, None when neither does."""
         return None if self.shape is None else self.shape(options)
 
 
@@ -41,6 +47,7 @@ METHODS: dict[str, Method] = {
         Method("full", "draft with its full KV cache", lambda o: MemoryShape()),
         Method("window", "draft with sinks + sliding window", lambda o: MemoryShape(o.sinks, o.window)),
         Method("masw", "draft with sinks + window + memory slots", lambda o: MemoryShape(o.sinks, o.window, o.stride)),
+        Method("eagle", "one-layer head on the target's features (EAGLE)", lambda o: MemoryShape(), head=True),
         Method("lookup", "copies what followed the same words earlier", copies=True),
     )
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +16,8 @@ from masw.adaptor import Adaptor, AdaptorInfo, read_info
 from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.drafters import Drafter, ModelDraft, NoDraft
+from masw.eagle import HOW, EagleHead, read_head
+from masw.eagle_draft import EagleDraft
 from masw.engine import Round, Settings, Target, generate
 from masw.errors import UsageError
 from masw.lookup import LookupDraft
@@ -43,6 +45,7 @@ class RunOptions:
     settings: Settings = field(default_factory=Settings)
     adaptor: str = "auto"  # auto | none | quiet | path of a safetensors file, see `adaptor_for`
     draft_weights: str = "auto"  # auto | plain | int8 | int4, see `masw.quantise`
+    eagle: str = "auto"  # auto | path of a head for the method eagle, see `eagle_file`
 
     def shape(self) -> MemoryShape | None:
         """The draft model's memory, None when none drafts. Raises UsageError for a block that does not fit it."""
@@ -69,6 +72,7 @@ class Session:
         self.pair = pair
         self._target: Target | None = None
         self._packed: dict[str, Decoder] = {}
+        self._heads: dict[Path, EagleHead] = {}
 
     @property
     def context_limit(self) -> int:
@@ -80,7 +84,10 @@ class Session:
         target, draft = self.pair.target, self.pair.draft
         size = target.decoder.dtype.itemsize
         shared = target.decoder is draft.decoder
-        need = cost.run_bytes(target.config, draft.config, options.shape(), tokens, size, shared=shared)
+        config = draft.config
+        if method_named(options.method).head:
+            config, shared = replace(target.config, layers=1), True  # its few own weights are loaded already
+        need = cost.run_bytes(target.config, config, options.shape(), tokens, size, shared=shared)
         need -= target.decoder.nbytes + (0 if shared or options.shape() is None else draft.decoder.nbytes)  # loaded already
         free = free_bytes(target.decoder.device)
         if need > free:
@@ -102,8 +109,9 @@ class Session:
         target = self._target_for(total)
         settings = options.settings
         draft = self.pair.draft
-        kind, decoder = (None, draft.decoder) if shape is None else self.draft_decoder(options.draft_weights)
-        drafter: Drafter = LookupDraft() if method_named(options.method).copies else NoDraft()
+        method = method_named(options.method)
+        kind, decoder = (None, draft.decoder) if shape is None or method.head else self.draft_decoder(options.draft_weights)
+        drafter: Drafter = LookupDraft() if method.copies else NoDraft()
         header: dict[str, Any] = {
             "pair": self.pair.name,
             "method": options.method,
@@ -115,21 +123,27 @@ class Session:
             "provenance": provenance(target.decoder.device, target.decoder.dtype),
         }
         if shape is not None:
-            adaptor = None
+            config, device, dtype, adaptor = draft.config, draft.decoder.device, draft.decoder.dtype, None
+            head: EagleHead | None = None
+            if method.head:
+                head, file = self.eagle_head(options.eagle)
+                config, device, dtype = head.config, target.decoder.device, target.decoder.dtype
+                header["draft_weights"] = str(dtype).removeprefix("torch.")
+                header["eagle"] = {"file": file.name, **asdict(head.info)}
             if shape.stride is not None:
                 adaptor, found = adaptor_for(draft.decoder, draft.name, shape.stride, options.adaptor, prompt)
                 header["adaptor"] = {"file": found.name if found else None, **asdict(adaptor.info)}
-            memory = Memory(
-                draft.config, shape, tokens=total, device=draft.decoder.device, dtype=draft.decoder.dtype, adaptor=adaptor
-            )
+            memory = Memory(config, shape, tokens=total, device=device, dtype=dtype, adaptor=adaptor)
             # Two streams of numbers, so that the accept rule's are independent of the draft's.
-            drafter = ModelDraft(
-                decoder, memory, settings.sampling, Random(settings.sampling.seed + 1), self.pair.target.config.vocab
-            )
+            random, vocab = Random(settings.sampling.seed + 1), self.pair.target.config.vocab
+            if head is not None:
+                drafter = EagleDraft(head, target.decoder, memory, settings.sampling, random, vocab)
+            else:
+                drafter = ModelDraft(decoder, memory, settings.sampling, random, vocab)
             header["draft_kv"] = {
                 "allocated_bytes": memory.nbytes,
-                "predicted_bytes": cost.kv_bytes(draft.config, shape, total, draft.decoder.dtype.itemsize),
-                "full_bytes": cost.kv_bytes(draft.config, MemoryShape(), total, draft.decoder.dtype.itemsize),
+                "predicted_bytes": cost.kv_bytes(config, shape, total, dtype.itemsize),
+                "full_bytes": cost.kv_bytes(config, MemoryShape(), total, dtype.itemsize),
             }
         return Run(self.pair, target, drafter, list(prompt), options, header, stop)
 
@@ -181,6 +195,14 @@ class Session:
             self._packed[kind] = quantised(plain, kind)
         return kind, self._packed[kind]
 
+    def eagle_head(self, choice: str) -> tuple[EagleHead, Path]:
+        """The head that `choice` names (see `eagle_file`) and its file; read once a session."""
+        target = self.pair.target
+        path = eagle_file(choice, target.name)
+        if path not in self._heads:
+            self._heads[path] = EagleHead.load(path, target.decoder, base=target.name)
+        return self._heads[path], path
+
     def _target_for(self, tokens: int) -> Target:
         if self._target is None:
             self._target = Target(self.pair.target.decoder, tokens)
@@ -224,6 +246,17 @@ def data_folder() -> Path:
 def shipped_adaptors() -> list[Path]:
     """Adaptor files that come with masw."""
     return sorted((data_folder() / "adaptors").glob("*.safetensors"))
+
+
+def eagle_file(choice: str, base: str) -> Path:
+    """The file of the head for the target `base`. auto: the one that comes with masw; anything else is a path."""
+    if choice != "auto":
+        read_head(Path(choice), base)
+        return Path(choice)
+    for path in sorted((data_folder() / "eagle").glob("*.safetensors")):
+        if read_head(path)[0].base == base:
+            return path
+    raise UsageError(f"no eagle head for the target '{base}' comes with masw; {HOW} and pass --eagle PATH, or another --method")
 
 
 def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str, sample: Sequence[int] = ()) -> tuple[Adaptor, Path | None]:

@@ -20,6 +20,8 @@ from masw.adaptor import Adaptor, AdaptorInfo
 from masw.config import MemoryShape, ModelConfig, RopeScaling
 from masw.decoder import Decoder, LayerWeights, Weights
 from masw.drafters import Drafter, ModelDraft, NoDraft
+from masw.eagle import EagleHead, EagleInfo
+from masw.eagle_draft import EagleDraft
 from masw.engine import Round, Settings, Target, generate
 from masw.lookup import LookupDraft
 from masw.memory import Listener, Memory
@@ -116,6 +118,16 @@ def trained_adaptor(decoder: Decoder, slot_input: str = "mean", mirror: str = "k
     for parameter in adaptor.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * noise)
     return adaptor
+
+
+def eagle_head(target: Decoder, seed: int = 7) -> EagleHead:
+    """A head that nobody trained but that is sometimes right: the target's last layer, and an fc that passes embeddings on too."""
+    head = EagleHead.copied(target, EagleInfo("tiny"), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.05)
+    head.fc[:, : target.config.hidden].diagonal().add_(1.0)
+    return head
 
 
 def memory_for(
@@ -315,6 +327,10 @@ def drafter_for(
     if shape is None:
         return LookupDraft() if METHODS[method].copies else NoDraft()
     sampling = sampling or Sampling()
+    if METHODS[method].head:
+        head = eagle_head(draft)
+        memory = memory_for(head.decoder(draft), shape, tokens=tokens)
+        return EagleDraft(head, draft, memory, sampling, Random(sampling.seed + 1), vocab or draft.config.vocab)
     memory = memory_for(draft, shape, tokens=tokens)
     return ModelDraft(draft, memory, sampling, Random(sampling.seed + 1), vocab or draft.config.vocab)
 

@@ -26,7 +26,7 @@ def test_every_method_gives_the_targets_own_greedy_output(guide: str) -> None:
     prompt = build(model.tokenizer, guide, "summarize", None, 900).ids
     settings = Settings(max_new_tokens=40, gamma=5, eos_ids=model.eos_ids)
     outputs = {}
-    for method in METHODS:
+    for method in (name for name, row in METHODS.items() if not row.head):  # no head comes with this pair
         job = session.run(prompt, RunOptions(method, MemoryOptions(4, 128, 8), settings))
         list(job)
         outputs[method] = job.summary()

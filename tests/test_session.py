@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -11,6 +12,7 @@ import torch
 from masw import cost
 from masw.adaptor import Adaptor, AdaptorInfo
 from masw.config import MemoryShape
+from masw.eagle import EagleHead, EagleInfo
 from masw.engine import Settings
 from masw.errors import UsageError
 from masw.methods import METHODS, MemoryOptions
@@ -29,16 +31,29 @@ def tiny() -> Pair:
 
 
 def options(
-    method: str = "masw", new: int = 20, gamma: int = 4, sampling: Sampling | None = None, adaptor: str = "none"
+    method: str = "masw",
+    new: int = 20,
+    gamma: int = 4,
+    sampling: Sampling | None = None,
+    adaptor: str = "none",
+    eagle: Path | str = "auto",
 ) -> RunOptions:
-    return RunOptions(method, MEMORY, Settings(new, gamma, sampling or Sampling()), adaptor)
+    return RunOptions(method, MEMORY, Settings(new, gamma, sampling or Sampling()), adaptor, eagle=str(eagle))
+
+
+@pytest.fixture(scope="module")
+def head(tiny: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An eagle head for the tiny target that nobody trained."""
+    path = tmp_path_factory.mktemp("eagle") / "head.safetensors"
+    EagleHead.copied(tiny.target.decoder, EagleInfo(tiny.target.name)).save(path, tokens=12, data=["x"])
+    return path
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_gives_the_targets_own_output(tiny: Pair, method: str) -> None:
+def test_every_method_gives_the_targets_own_output(tiny: Pair, head: Path, method: str) -> None:
     session = Session(tiny)
     reference = session.run(PROMPT, options("none"))
-    run = session.run(PROMPT, options(method))
+    run = session.run(PROMPT, options(method, eagle=head))
     assert list(reference) and list(run)
     assert run.summary().tokens == reference.summary().tokens and len(run.summary().tokens) == 20
     assert session.difference(PROMPT, run.summary().tokens, reference.summary().tokens) is None
@@ -54,6 +69,38 @@ def test_the_header_says_what_was_run(tiny: Pair) -> None:
     assert kv["allocated_bytes"] == kv["predicted_bytes"] == cost.kv_bytes(draft, MemoryShape(2, 16, 4), 100, 4)
     assert kv["full_bytes"] == cost.kv_bytes(draft, MemoryShape(), 100, 4)
     assert Session(tiny).run(PROMPT, options("none")).trace.header["memory"] is None
+
+
+def test_the_header_says_which_head_drafted(tiny: Pair, head: Path) -> None:
+    """With its token budget, beside bytes that are those of its one layer."""
+    session = Session(tiny)
+    header = session.run(PROMPT, options("eagle", eagle=head)).trace.header
+    assert header["eagle"] == {"file": "head.safetensors", "base": tiny.target.name, "tokens": 12, "provenance": {"data": ["x"]}}
+    one = replace(tiny.target.config, layers=1)
+    assert (
+        header["draft_kv"]["allocated_bytes"]
+        == header["draft_kv"]["predicted_bytes"]
+        == cost.kv_bytes(one, MemoryShape(), 100, 4)
+    )
+    assert header["draft_weights"] == "float32" and "adaptor" not in header
+    assert "eagle" not in session.run(PROMPT, options("full")).trace.header
+    assert session.eagle_head(str(head))[0] is session.eagle_head(str(head))[0]  # read once
+
+
+def test_eagle_needs_a_head_for_this_target(tiny: Pair, head: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match="no eagle head for the target 'tiny-4' comes with masw; train one with `masw train-eagle`"
+    ):
+        Session(tiny).run(PROMPT, options("eagle"))
+    other = tmp_path / "other.safetensors"
+    EagleHead.copied(tiny.draft.decoder, EagleInfo(tiny.draft.name)).save(other)
+    with pytest.raises(UsageError, match="belongs to the target 'tiny-2', not 'tiny-4'"):
+        Session(tiny).run(PROMPT, options("eagle", eagle=other))
+    Adaptor.copied(tiny.draft.decoder, AdaptorInfo(tiny.draft.name, ())).save(other)
+    for path, words in ((other, "is not an eagle head that masw wrote"), (tmp_path / "none", "no eagle head at")):
+        with pytest.raises(UsageError, match=words) as error:
+            Session(tiny).run(PROMPT, options("eagle", eagle=path))
+        assert "\n" not in str(error.value)
 
 
 def test_a_document_longer_than_the_context_is_refused(tiny: Pair) -> None:

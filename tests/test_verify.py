@@ -306,9 +306,16 @@ def test_sampling_at_the_edge_of_the_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=4), Sampling(temperature=1.1, top_p=0.8)], ids=str
+    ("method", "sampling"),
+    [
+        ("full", Sampling(temperature=1.0)),
+        ("full", Sampling(temperature=0.8, top_k=4)),
+        ("full", Sampling(temperature=1.1, top_p=0.8)),
+        ("eagle", Sampling(temperature=0.9, top_k=5, top_p=0.95)),
+    ],
+    ids=str,
 )
-def test_chi_square_of_the_whole_loop(sampling: Sampling) -> None:
+def test_chi_square_of_the_whole_loop(method: str, sampling: Sampling) -> None:
     """Drafting, verifying and drawing with tiny models, seed after seed: the counts are those of the target alone."""
     vocab, prompt, runs = 7, [1, 4, 2], 2000
     decoder = tiny_decoder(tiny_config(vocab=vocab, layers=1), seed=2)
@@ -322,7 +329,7 @@ def test_chi_square_of_the_whole_loop(sampling: Sampling) -> None:
     target, counts, accepted, drafted = Target(decoder, 16), Counter[Sequence[int]](), 0, 0
     for seed in range(runs):
         one = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed=97 * seed)
-        result = run(target, drafter_for("full", draft, sampling=one, tokens=16), prompt, Settings(3, gamma=2, sampling=one))
+        result = run(target, drafter_for(method, draft, sampling=one, tokens=16), prompt, Settings(3, gamma=2, sampling=one))
         counts[tuple(result.tokens[:2])] += 1
         accepted += sum(r.accepted for r in result.rounds)
         drafted += sum(len(r.drafted) for r in result.rounds)

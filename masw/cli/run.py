@@ -27,7 +27,10 @@ def run(
         str, typer.Option(help="Preset (see `masw models list`) or DRAFT:TARGET, each a hub id or a local folder.")
     ] = "qwen2.5-coder",
     method: Annotated[
-        str, typer.Option(help="Who drafts, with what memory: masw | full | window | lookup (copies from the text) | none.")
+        str,
+        typer.Option(
+            help="Who drafts, with what memory: masw | full | window | eagle (a head) | lookup (copies from the text) | none."
+        ),
     ] = "masw",
     task: Annotated[
         str | None, typer.Option(help='summarize | continue | question "...". Default: summarize, or question when one is given.')
@@ -41,6 +44,9 @@ def run(
     ] = "auto",
     adaptor: Annotated[
         str, typer.Option(help="Mirrored projections: auto (shipped with masw, else quiet) | quiet | none (plain copy) | PATH.")
+    ] = "auto",
+    eagle: Annotated[
+        str, typer.Option(help="For --method eagle, the head on the target's features: auto (shipped with masw) | PATH.")
     ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer at most, tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -66,21 +72,23 @@ def run(
     from masw.devices import resolve_device, resolve_dtype
     from masw.engine import Settings
     from masw.files import check_writable
-    from masw.methods import MemoryOptions
+    from masw.methods import MemoryOptions, method_named
     from masw.quantise import check_kind
-    from masw.session import ADAPTORS, RunOptions, Session
+    from masw.session import ADAPTORS, RunOptions, Session, eagle_file
     from masw.verify import Sampling
-    from masw.zoo import load_pair
+    from masw.zoo import load_pair, resolve_pair
 
     # Everything that can be refused is refused before a model is fetched or loaded.
     settings = Settings(max_new_tokens, gamma, Sampling(temperature, top_k, top_p, seed))
-    options = RunOptions(method, MemoryOptions(sinks, window, stride), settings, adaptor, draft_weights)
+    options = RunOptions(method, MemoryOptions(sinks, window, stride), settings, adaptor, draft_weights, eagle)
     options.shape()
     task = task or ("question" if question else "summarize")
     prompts.check_task(task, question)
     check_kind(draft_weights)
     if adaptor not in ADAPTORS:
         read_info(Path(adaptor))
+    if method_named(method).head:
+        eagle_file(eagle, resolve_pair(pair).target.name)
     if trace is not None:
         check_writable(trace, not_over=file)
     where = resolve_device(device)
@@ -88,7 +96,7 @@ def run(
     session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
     tokenizer = session.pair.target.tokenizer
     settings = Settings(max_new_tokens, gamma, settings.sampling, session.pair.target.eos_ids)
-    options = RunOptions(method, options.memory, settings, adaptor, draft_weights)
+    options = RunOptions(method, options.memory, settings, adaptor, draft_weights, eagle)
     limit = _context(max_context, session.context_limit)
     if max_new_tokens >= limit:
         raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room for a document in a context of {limit:,}; lower it")
@@ -281,6 +289,8 @@ def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Ses
 
 
 def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: Session) -> list[str]:
+    from masw.methods import method_named
+
     notes = []
     greedy = job.options.settings.sampling.greedy
     if report["identical_to_greedy"]:
@@ -302,7 +312,10 @@ def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: S
             else "kept quiet: as good as a window alone"
         )
         notes.append(f"the draft's memory slots are untrained (no adaptor for this draft and stride), {kind}")
-    if session.pair.self_pair and job.options.method != "none":
+    if head := job.trace.header.get("eagle"):
+        trained = f"was trained on {head['tokens']:,} tokens" if head["tokens"] else "is untrained"
+        notes.append(f"the eagle head ({head['file']}) {trained}")
+    if session.pair.self_pair and method_named(job.options.method).model:
         notes.append(
             "draft and target are one model here: this shows what compression costs in acceptance; no speed-up can be expected"
         )
