@@ -42,3 +42,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def peak_bytes(device: torch.device) -> int:
     """High-water mark of memory: of the GPU on CUDA, of the whole process on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else hardware.peak_rss_bytes()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Lowers the mark to what is held now, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        hardware.reset_peak_rss()

@@ -13,7 +13,7 @@ import torch
 import masw
 from masw import cost
 from masw.adaptor import Adaptor, AdaptorInfo, read_info
-from masw.config import MemoryShape
+from masw.config import MemoryShape, ModelConfig
 from masw.decoder import Decoder
 from masw.drafters import Drafter, ModelDraft, NoDraft
 from masw.eagle import HOW, EagleHead, read_head
@@ -79,16 +79,34 @@ class Session:
         """Tokens (prompt + answer) that both models have positions for."""
         return min(self.pair.target.config.max_position, self.pair.draft.config.max_position)
 
+    def draft_config(self, options: RunOptions) -> ModelConfig:
+        """Shape of what drafts: the pair's draft, or one layer of the target for a head."""
+        target = self.pair.target.config
+        return replace(target, layers=1) if method_named(options.method).head else self.pair.draft.config
+
+    def run_bytes(self, options: RunOptions, tokens: int, baseline: int = 0) -> int:
+        """Memory that a run needs in all, by the formula; `baseline` is what the process holds without models."""
+        method, target = method_named(options.method), self.pair.target
+        kind = self.draft_kind(options.draft_weights) if method.model else "plain"
+        return cost.run_bytes(
+            target.config,
+            self.draft_config(options),
+            options.shape(),
+            tokens,
+            target.decoder.dtype.itemsize,
+            shared=self.pair.self_pair or method.head,  # a head's few own weights do not count
+            kind=kind,
+            baseline=baseline,
+        )
+
     def check_memory(self, options: RunOptions, tokens: int) -> None:
         """Refuses a run whose KV caches and activations do not fit what is free; the message has the estimate."""
-        target, draft = self.pair.target, self.pair.draft
-        size = target.decoder.dtype.itemsize
-        shared = target.decoder is draft.decoder
-        config = draft.config
-        if method_named(options.method).head:
-            config, shared = replace(target.config, layers=1), True  # its few own weights are loaded already
-        need = cost.run_bytes(target.config, config, options.shape(), tokens, size, shared=shared)
-        need -= target.decoder.nbytes + (0 if shared or options.shape() is None else draft.decoder.nbytes)  # loaded already
+        target = self.pair.target
+        need = self.run_bytes(options, tokens) - target.decoder.nbytes  # weights are loaded already
+        if method_named(options.method).model:
+            need -= 0 if self.pair.self_pair else self.pair.draft.decoder.nbytes
+            packed = self._packed.get(self.draft_kind(options.draft_weights))
+            need -= 0 if packed is None else packed.weights.packed_nbytes
         free = free_bytes(target.decoder.device)
         if need > free:
             raise UsageError(
@@ -181,14 +199,18 @@ class Session:
             for width in widths:
                 decoder.logits(decoder.forward(torch.zeros(1, width, dtype=torch.long, device=decoder.device), memory))
 
-    def draft_decoder(self, kind: str) -> tuple[str, Decoder]:
-        """The draft in the weights asked for, packed once a session. auto: int4 for a draft of its own where the kernels take it.
+    def draft_kind(self, kind: str) -> str:
+        """What `kind` of draft weights means here. auto: int4 for a draft of its own where the kernels take it.
 
         A model that drafts for itself stays as it is: the pair is there to show what compressing the memory costs, and nothing else.
         """
-        plain = self.pair.draft.decoder
         if kind == "auto":
-            kind = "int4" if packable(plain) and not self.pair.self_pair else "plain"
+            return "int4" if packable(self.pair.draft.decoder) and not self.pair.self_pair else "plain"
+        return kind
+
+    def draft_decoder(self, kind: str) -> tuple[str, Decoder]:
+        """The draft in the weights asked for, packed once a session; see `draft_kind`."""
+        plain, kind = self.pair.draft.decoder, self.draft_kind(kind)
         if kind == "plain":
             return str(plain.dtype).removeprefix("torch."), plain
         if kind not in self._packed:

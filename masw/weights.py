@@ -102,7 +102,7 @@ def load_weights(
     """
     paths = shard_paths(folder)
     weights = _empty(config, device, dtype)
-    places = _places(config, weights)
+    places = named_tensors(config, weights)
     total, read, missing = sum(t.numel() for t in places.values()), 0, set(places)
     for path in paths:
         try:
@@ -141,7 +141,7 @@ def random_weights(config: ModelConfig, seed: int, device: torch.device, dtype: 
     weights = _empty(config, device, dtype)
     generator = torch.Generator(device=device)
     residual = 0.5  # layers refine the hidden state instead of drowning the embedding
-    for name, place in _places(config, weights).items():
+    for name, place in named_tensors(config, weights).items():
         if name.endswith("norm.weight"):
             place.fill_(1.0)
             continue
@@ -181,7 +181,7 @@ def _empty(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Wei
     return Weights(embed=embed, layers=layers, norm=new(c.hidden), head=embed if c.tied else new(c.vocab, c.hidden))
 
 
-def _places(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
+def named_tensors(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
     """Hub name -> the view of the fused tensor where its values belong."""
     c = config
     places = {"model.embed_tokens.weight": weights.embed}

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from masw import cost, hardware
+from masw import cost, hardware, peers
 from masw.adaptor import Adaptor, AdaptorInfo
 from masw.config import MemoryShape
 from masw.decoder import Decoder
@@ -69,25 +69,12 @@ class Row:
         return bool(compare(self.ratio, float(limit)))
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Rates of this run, for the floors."""
-
-    bandwidth: float  # bytes/s
-    rate: float  # FLOP/s
-
-    def floor_ms(self, model: Model, rows: int, keys: int) -> float:
-        c, size = model.config, DTYPE.itemsize
-        reading = cost.step_bytes(c, MemoryShape(), keys, size) / self.bandwidth
-        return 1e3 * max(reading, cost.forward_flops(c, rows, keys) / self.rate)
-
-
 class Bench:
     """Loads each pair once; one method a part."""
 
     def __init__(self, document: str, quick: bool) -> None:
         self.document, self.quick = document, quick
-        self.machine = Machine(hardware.measure_bandwidth(CPU, DTYPE), hardware.measure_gemm(CPU, DTYPE))
+        self.machine = cost.Rates(hardware.measure_bandwidth(CPU, DTYPE), hardware.measure_gemm(CPU, DTYPE))
         self._pairs: dict[str, Pair] = {}
 
     def pair(self, name: str) -> Pair:
@@ -102,9 +89,9 @@ class Bench:
         for model, goal in ((self.pair("smollm2").target, "<= 0.6"), (self.pair("qwen2.5-coder").draft, "<= 1.0")):
             tokens = self._tokens(model, PROMPT_TOKENS)
             ours = {"ours": self._stepper(model.decoder, self._filled(model, tokens), 1)}
-            others = {f"transformers {kind}": _transformers_stepper(model, tokens, kind) for kind in ("sdpa", "eager")}
+            others = {f"transformers {kind}": peers.stepper(model, tokens, kind, CHUNK) for kind in ("sdpa", "eager")}
             times = alternate(ours | others, self._count(24))
-            floor = self.machine.floor_ms(model, 1, PROMPT_TOKENS)
+            floor = cost.pass_ms(model.config, MemoryShape(), PROMPT_TOKENS, DTYPE.itemsize, self.machine)
             for name in others:
                 yield _paired("step", f"{model.name}: decode step / {name}", times["ours"], times[name], goal, floor)
 
@@ -119,8 +106,7 @@ class Bench:
             }
             times = alternate(work, self._count(3), warm_up=False)
             c = model.config
-            flops = cost.forward_flops(c, PROMPT_TOKENS, PROMPT_TOKENS // 2) - 2 * c.vocab * c.hidden * PROMPT_TOKENS
-            floor = 1e3 * flops / self.machine.rate
+            floor = cost.prefill_ms(c, MemoryShape(), PROMPT_TOKENS, DTYPE.itemsize, self.machine)
             yield _paired(
                 "prefill", f"{model.name}: 4K prefill / its linear layers", times["prefill"], times["products"], "", floor
             )
@@ -132,7 +118,7 @@ class Bench:
         work = {n: self._stepper(model.decoder, memory, rows) for n, rows in (("block", VERIFIED), ("step", 1))}
         times = alternate(work, self._count(16))
         what = f"{model.name}: verify {VERIFIED} tokens / decode step"
-        floor = self.machine.floor_ms(model, VERIFIED, PROMPT_TOKENS)
+        floor = cost.pass_ms(model.config, MemoryShape(), PROMPT_TOKENS, DTYPE.itemsize, self.machine, rows=VERIFIED)
         yield _paired("verify", what, times["block"], times["step"], "<= 1.5", floor)
 
     def speculate(self) -> Iterator[Row]:
@@ -185,7 +171,10 @@ class Bench:
             raise SystemExit(f"the peak memory process failed: {done.stderr.strip().splitlines()[-1:]}")
         peak = float(done.stdout.split()[-1])
         pair = self.pair("qwen2.5-coder")
-        predicted = cost.run_bytes(pair.target.config, pair.draft.config, MASW, LONG_TOKENS, DTYPE.itemsize, shared=False)
+        kind, baseline = Session(pair).draft_kind("auto"), int(done.stdout.split()[-2])
+        predicted = cost.run_bytes(
+            pair.target.config, pair.draft.config, MASW, LONG_TOKENS, DTYPE.itemsize, shared=False, kind=kind, baseline=baseline
+        )
         yield Row(
             "peak", "qwen2.5-coder at 8K: peak memory / 7 GB", peak / 1e6, 7e3, "MB", peak / 7e9, None, "<= 1.0", predicted / 1e6
         )
@@ -267,24 +256,6 @@ def timed(decoders: set[Decoder]) -> Iterator[list[float]]:
             del decoder.forward, decoder.logits
 
 
-def _transformers_stepper(model: Model, tokens: list[int], attention: str) -> Callable[[], object]:
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    assert model.path is not None
-    theirs = AutoModelForCausalLM.from_pretrained(model.path, dtype=DTYPE, attn_implementation=attention).eval()
-    cache = DynamicCache(config=theirs.config)
-    with torch.no_grad():
-        for start in range(0, len(tokens), CHUNK):
-            theirs(torch.tensor([tokens[start : start + CHUNK]]), cache=cache, use_cache=True, logits_to_keep=1)
-    token = torch.tensor([tokens[:1]])
-
-    @torch.no_grad()
-    def step() -> torch.Tensor:
-        return theirs(token, cache=cache, use_cache=True, logits_to_keep=1).logits
-
-    return step
-
-
 def _products(model: Model, tokens: int) -> Callable[[], None]:
     """The linear layers of a prefill and nothing else."""
     c = model.config
@@ -339,14 +310,16 @@ def read_document(spec: str) -> str:
 
 
 def peak_of(pair_name: str) -> None:
-    """Runs in a process of its own: standard input is the document, the last word of standard output the peak in bytes."""
+    """Runs in a process of its own: standard input is the document, the last words of standard output are the bytes held before
+    the pair was loaded and the peak."""
+    baseline = hardware.peak_rss_bytes()
     pair = load_pair(pair_name, CPU, DTYPE)
     session = Session(pair)
     ids = pair.target.tokenizer.encode(sys.stdin.read())
     prompt = (ids * (LONG_TOKENS // len(ids) + 1))[: LONG_TOKENS - 16]
     for _ in session.run(prompt, RunOptions(method="masw", settings=Settings(max_new_tokens=16))):
         pass
-    print(hardware.peak_rss_bytes())
+    print(baseline, hardware.peak_rss_bytes())
 
 
 def main() -> int:
@@ -376,7 +349,9 @@ def main() -> int:
         for row in getattr(bench, part)():
             rows.append(row)
             print(f"{row.part}: {row.what}: {row.ratio:.3f}", file=sys.stderr, flush=True)
-    rates = f"read bandwidth {bench.machine.bandwidth / 1e9:.1f} GB/s, bf16 product {bench.machine.rate / 1e12:.2f} TFLOP/s"
+    rates = (
+        f"read bandwidth {bench.machine.bytes_per_s / 1e9:.1f} GB/s, bf16 product {bench.machine.flops_per_s / 1e12:.2f} TFLOP/s"
+    )
     if options.json:
         found = [asdict(r) | {"met": r.met} for r in rows]
         print(json.dumps({"rows": found, "machine": asdict(bench.machine), "provenance": provenance(CPU, DTYPE)}))

@@ -8,7 +8,7 @@ import warnings
 
 import typer
 
-from masw.cli import doctor, evaluate, models, run, train
+from masw.cli import bench, doctor, evaluate, models, run, train
 from masw.errors import MaswError, plain_words
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command(name="run")(run.run)
 app.command(name="train")(train.train)
 app.command(name="eval-adaptor")(evaluate.eval_adaptor)
+app.command(name="bench")(bench.bench)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from masw.cli.stop import Stop
 from masw.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def run(
     if prompt.notice:
         _note(prompt.notice)
 
-    stop = _Stop()
+    stop = Stop()
     with stop:
         job = session.run(prompt.ids, options, stop)
         session.warm_up(gamma, draft_weights)
@@ -137,30 +136,6 @@ def run(
     if stop():
         said = job.summary().tokens
         raise Cancelled("interrupted; the partial answer is the target's own" if said else "interrupted before the first token")
-
-
-class _Stop:
-    """Ctrl-C (or SIGTERM) ends the run at the next drafted token or prefill chunk; a second one ends the process."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._old: dict[int, Any] = {}
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def __enter__(self) -> _Stop:
-        self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, old in self._old.items():
-            signal.signal(number, old)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
 
 
 def _context(asked: int | None, limit: int) -> int:
