@@ -22,7 +22,7 @@ from masw.cases import Case, long_cases
 from masw.config import MemoryShape
 from masw.devices import peak_bytes, reset_peak
 from masw.engine import Round, Settings
-from masw.errors import MaswError, UsageError
+from masw.errors import UsageError, plain_words
 from masw.methods import METHODS, MemoryOptions, method_named
 from masw.metrics import Summary
 from masw.peers import PEERS, PeerRun, Peers
@@ -30,6 +30,8 @@ from masw.provenance import provenance
 from masw.results import BASE, Cell, Definition, Key, Table
 from masw.session import RunOptions, Session
 from masw.zoo import free_bytes
+
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Grid:
     def options(self, method: str, eos_ids: tuple[int, ...]) -> RunOptions:
         d = self.definition
         settings = Settings(max_new_tokens=d.max_new_tokens, gamma=d.gamma, eos_ids=eos_ids)
-        return RunOptions(method, MemoryOptions(d.sinks, d.window, d.stride), settings, d.adaptor, d.draft_weights)
+        return RunOptions(method, MemoryOptions(d.sinks, d.window, d.stride), settings, d.adaptor, d.draft_weights, d.eagle)
 
     def __iter__(self) -> Iterator[Key]:
         for case in self.cases:
@@ -62,6 +64,22 @@ def check_methods(names: Sequence[str]) -> tuple[str, ...]:
             except UsageError as error:
                 raise UsageError(f"{error}{_near(name)}; peers: {', '.join(PEERS)}") from None
     return tuple(dict.fromkeys((BASE, *names)))
+
+
+def runnable(session: Session, methods: Sequence[str], asked: Sequence[str], eagle: str, note: Note) -> tuple[str, ...]:
+    """Without rows that need a head that is not here, unless they were `asked` for by name: then UsageError."""
+    found = []
+    for method in methods:
+        if method in METHODS and METHODS[method].head:
+            try:
+                session.eagle_head(eagle)
+            except UsageError as error:
+                if method in asked:
+                    raise
+                note(f"{method} is left out: {error}")
+                continue
+        found.append(method)
+    return tuple(found)
 
 
 def _near(name: str) -> str:
@@ -114,9 +132,6 @@ class Budget:
         return sum(self.of(key) for key in self._left)
 
 
-Note = Callable[[str], None]
-
-
 class Bench:
     """Runs a grid on one session and keeps its table."""
 
@@ -134,7 +149,10 @@ class Bench:
         longest = max(len(case.prompt) for case in self._grid.cases) + self._grid.definition.max_new_tokens
         for method in self._grid.methods:
             if method not in PEERS:
-                self._session.check_memory(self._options(method), longest)
+                try:
+                    self._session.check_memory(self._options(method), longest)
+                except UsageError as error:
+                    raise UsageError(f"{method}: {str(error).replace('--max-context', '--contexts')}") from None
         if any(method in PEERS for method in self._grid.methods):
             need = self._peer_bytes(longest, any(PEERS[m].assisted for m in self._grid.methods if m in PEERS))
             free = free_bytes(self._session.pair.target.decoder.device)
@@ -234,7 +252,9 @@ class Bench:
         s, header = job.summary(), job.trace.header
         name = _file_name(cell)
         job.trace.save(self._table.folder / "traces" / name)
-        target_ms = prefill.prefill_ms["target"] or 0.0
+        # A head on the target's features has it read the prompt again, within this run; all others share what was read.
+        again = s.prefill_ms["target"]
+        shared_ms = (prefill.prefill_ms["target"] or 0.0) if again is None else 0.0
         drafted = sum(e.count for kind in ("accept", "reject") for e in job.trace.of(kind))
         drafted += sum(int(e.data.get("discarded", 0)) for e in job.trace.of("accept"))
         kv = header.get("draft_kv") or {}
@@ -243,12 +263,12 @@ class Bench:
             new_tokens=len(s.tokens),
             finish=s.finish,
             prefill_draft_ms=s.prefill_ms["draft"],
-            prefill_target_ms=target_ms,
-            ttft_ms=target_ms + s.ttft_ms if s.ttft_ms is not None else None,
+            prefill_target_ms=shared_ms + (again or 0.0),
+            ttft_ms=shared_ms + s.ttft_ms if s.ttft_ms is not None else None,
             decode_ms=s.decode_ms,
-            end_to_end_ms=target_ms + s.end_to_end_ms,
+            end_to_end_ms=shared_ms + s.end_to_end_ms,
             decode_tokens_per_second=s.tokens_per_second,
-            end_to_end_tokens_per_second=1e3 * len(s.tokens) / (target_ms + s.end_to_end_ms),
+            end_to_end_tokens_per_second=1e3 * len(s.tokens) / (shared_ms + s.end_to_end_ms),
             iterations=s.rounds,
             tokens_per_iteration=s.tokens_per_iteration,
             tokens_per_iteration_without_bonus=s.tokens_per_iteration_without_bonus,
@@ -268,29 +288,27 @@ class Bench:
 
     def _floors(self, cell: Cell, options: RunOptions) -> Cell:
         """The same cell as the cost model sees it."""
-        target, draft, rates = self._session.pair.target, self._session.pair.draft, self._rates
-        size, full, prompt = target.decoder.dtype.itemsize, MemoryShape(), cell.prompt_tokens or 0
+        target, draft, rates = self._session.pair.target.config, self._session.draft_config(options), self._rates
+        size, full, prompt = self._session.pair.target.decoder.dtype.itemsize, MemoryShape(), cell.prompt_tokens or 0
         at = prompt + (cell.new_tokens or 0) // 2
         rows = 1 + round(cell.drafted_per_iteration or 0)
         shape = options.shape()
-        kind = self._session.draft_kind(options.draft_weights)
         cell = replace(
             cell,
-            verify_floor_ms=cost.pass_ms(target.config, full, at, size, rates, rows=rows),
-            prefill_target_floor_ms=cost.prefill_ms(target.config, full, prompt, size, rates),
-            peak_memory_predicted_bytes=cost.run_bytes(
-                target.config, draft.config, shape, prompt + self._grid.definition.max_new_tokens, size,
-                shared=self._session.pair.self_pair, kind=kind, baseline=self._baseline,
+            verify_floor_ms=cost.pass_ms(target, full, at, size, rates, rows=rows),
+            prefill_target_floor_ms=cost.prefill_ms(target, full, prompt, size, rates),
+            peak_memory_predicted_bytes=self._session.run_bytes(
+                options, prompt + self._grid.definition.max_new_tokens, self._baseline
             ),
-        )  # fmt: skip
+        )
         if cell.draft_weights is None:  # no model drafts
             return cell if cell.draft_ms is None else replace(cell, draft_floor_ms=0.0)
         if shape is None:
             return cell
         return replace(
             cell,
-            draft_floor_ms=cost.pass_ms(draft.config, shape, at, size, rates, kind=kind),
-            prefill_draft_floor_ms=cost.prefill_ms(draft.config, shape, prompt, size, rates),
+            draft_floor_ms=cost.pass_ms(draft, shape, at, size, rates, kind=cell.draft_weights),
+            prefill_draft_floor_ms=cost.prefill_ms(draft, shape, prompt, size, rates),
         )
 
     def _peer_cell(self, case: Case, cell: Cell) -> tuple[Cell, list[int]]:
@@ -310,8 +328,7 @@ class Bench:
         return job.summary()
 
     def _fail(self, case: Case, repeat: int, method: str, error: Exception, budget: Budget) -> None:
-        text = (str(error).strip().splitlines() or [""])[0][:300]
-        reason = f"{type(error).__name__}: {text}" if not isinstance(error, MaswError) else text
+        reason = plain_words(error)
         self._note(f"{method} failed: {reason}")
         cell = Cell(case.set, case.id, case.context, repeat, method, self._id, reason, len(case.prompt))
         self._table.add(cell)
@@ -325,11 +342,10 @@ class Bench:
         pair, d, (_, _, context, _, method) = self._session.pair, self._grid.definition, key
         size = pair.target.decoder.dtype.itemsize
         ms = d.max_new_tokens * cost.pass_ms(pair.target.config, MemoryShape(), context, size, self._rates)
-        shape = None if method in PEERS else self._options(method).shape()
-        if method in PEERS:
+        if method in PEERS or METHODS[method].head:
             ms += cost.prefill_ms(pair.target.config, MemoryShape(), context, size, self._rates)
-        elif shape is not None:
-            ms += cost.prefill_ms(pair.draft.config, shape, context, size, self._rates)
+        if method not in PEERS and (shape := self._options(method).shape()) is not None:
+            ms += cost.prefill_ms(self._session.draft_config(self._options(method)), shape, context, size, self._rates)
         return ms / 1e3
 
     def _peer_bytes(self, tokens: int, assisted: bool) -> int:

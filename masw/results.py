@@ -41,6 +41,7 @@ class Definition:
     stride: int
     adaptor: str
     draft_weights: str
+    eagle: str
     models: dict[str, Any]  # where both models' weights come from, checksums included
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from masw import bench, cli, hardware, results
+from masw.eagle import EagleHead, EagleInfo
 from masw.engine import Settings
 from masw.methods import METHODS
 from masw.peers import PEERS, Peers
@@ -65,9 +66,22 @@ def cells(out: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["type"] == "cell"]
 
 
-def test_every_method_and_peer_gives_the_targets_own_output(masw: Call, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    code, text, err = masw(*grid(data, out, "--methods", "all,hf,hf-assisted,hf-assisted-default", "--repeats", 2, "--json"))
+@pytest.fixture(scope="module")
+def tiny() -> Session:
+    return Session(load_pair("tiny", torch.device("cpu"), torch.float32))
+
+
+@pytest.fixture(scope="module")
+def head(tiny: Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An eagle head that nobody trained."""
+    path = tmp_path_factory.mktemp("eagle") / "head.safetensors"
+    EagleHead.copied(tiny.pair.target.decoder, EagleInfo(tiny.pair.target.name)).save(path)
+    return path
+
+
+def test_every_method_and_peer_gives_the_targets_own_output(masw: Call, data: Path, head: Path, tmp_path: Path) -> None:
+    out, methods = tmp_path / "out", "all,hf,hf-assisted,hf-assisted-default"
+    code, text, err = masw(*grid(data, out, "--methods", methods, "--repeats", 2, "--eagle", head, "--json"))
     assert code == 0, err
     report = json.loads(text.splitlines()[-1])
     names = [*METHODS, *PEERS]
@@ -77,12 +91,13 @@ def test_every_method_and_peer_gives_the_targets_own_output(masw: Call, data: Pa
         assert row["error"] is None and row["prompt_tokens"] == 200 and row["new_tokens"] <= 8 and row["peak_memory_bytes"] > 0
         assert row["identical_to_greedy"] is (None if row["method"] == "none" else True), row["method"]
         assert row["end_to_end_ms"] >= row["ttft_ms"] > 0 and row["end_to_end_tokens_per_second"] > 0
-    # The target read the document once; every method of ours counts that once.
+    # The target read the document once, a head's features aside; every method of ours counts one such reading.
     own = [row for row in found if row["method"] in METHODS]
-    assert len({row["prefill_target_ms"] for row in own}) == 1 and own[0]["prefill_target_ms"] > 0
+    shared = {row["prefill_target_ms"] for row in own if not METHODS[row["method"]].head}
+    assert len(shared) == 1 and all(row["prefill_target_ms"] > 0 for row in own)
     for row in own:
         trace = Trace.load(out / row["trace"])
-        assert not trace.of("prefill", "target") and trace.header["method"] == row["method"]
+        assert bool(trace.of("prefill", "target")) == METHODS[row["method"]].head and trace.header["method"] == row["method"]
     # Methods take turns, the second time the other way about.
     assert [row["method"] for row in found] == names + names[::-1]
     line = {x["method"]: x for x in report["lines"]}
@@ -166,6 +181,13 @@ def test_a_document_that_cannot_be_read_fails_alone(
     ]  # fmt: skip
 
 
+def test_a_method_without_its_head_is_left_out_or_refused(masw: Call, data: Path, tmp_path: Path) -> None:
+    code, text, err = masw(*grid(data, tmp_path / "out"))
+    assert code == 0 and "eagle is left out: no eagle head" in err and "eagle" not in text
+    code, _, err = masw(*grid(data, tmp_path / "other", "--methods", "full,eagle"))
+    assert code == 2 and "no eagle head" in err
+
+
 BAD: list[tuple[list[object], str]] = [
     (["--methods", "ful"], "did you mean full?"),
     (["--methods", "hf-asisted"], "did you mean hf-assisted?"),
@@ -222,17 +244,11 @@ def test_sets_need_names_of_their_own(masw: Call, data: Path, tmp_path: Path) ->
     assert code == 2 and "two sets would be called 'reports'" in err
 
 
-def test_the_longest_context_leaves_room_for_the_answer(masw: Call, tmp_path: Path) -> None:
+def test_the_longest_context_leaves_room_for_the_answer(tiny: Session) -> None:
     """8K on a pair of 8,192 positions: the prompt is cut, the context keeps its name."""
-    session = Session(load_pair("tiny", torch.device("cpu"), torch.float32))
     rows = [{"id": "a", "text": CALM * 100, "question": ""}]
-    (case,) = bench.cases({"x": rows}, session, [8192], 1, 32)
+    (case,) = bench.cases({"x": rows}, tiny, [8192], 1, 32)
     assert case.context == 8192 and len(case.prompt) == 8192 - 32
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Session]:
-    yield Session(load_pair("tiny", torch.device("cpu"), torch.float32))
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=lambda p: p.name)

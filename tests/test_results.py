@@ -12,7 +12,7 @@ import pytest
 from masw.errors import UsageError
 from masw.results import Cell, Definition, Table, aggregate, write_tables
 
-DEFINITION = Definition("tiny", "float32", "cpu", 5, 16, 4, 64, 8, "auto", "auto", {"draft": {"seed": 1}})
+DEFINITION = Definition("tiny", "float32", "cpu", 5, 16, 4, 64, 8, "auto", "auto", "auto", {"draft": {"seed": 1}})
 
 
 def cell(

@@ -37,6 +37,7 @@ def bench(
     sinks: Annotated[int, typer.Option(help="S: first raw tokens kept exactly.")] = 4,
     adaptor: Annotated[str, typer.Option(help="auto | quiet | none | PATH, as in `masw run`.")] = "auto",
     draft_weights: Annotated[str, typer.Option(help="auto | plain | int8 | int4.")] = "auto",
+    eagle: Annotated[str, typer.Option(help="Head for the method eagle: auto (shipped with masw) | PATH.")] = "auto",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto | bf16 | fp32.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the table and traces; the same command goes on in it.")] = Path(
@@ -61,13 +62,13 @@ def bench(
 
     lengths = numbers("contexts", contexts)
     names = [m.strip() for part in methods.split(",") for m in (METHODS if part.strip() == "all" else [part]) if m.strip()]
-    chosen = core.check_methods(names)
+    asked = core.check_methods(names)
     if docs < 1 or repeats < 1:
         raise UsageError(f"--docs and --repeats must be at least 1, not {docs} and {repeats}")
     settings = Settings(max_new_tokens, gamma)
-    for method in chosen:
+    for method in asked:
         if method in METHODS:
-            RunOptions(method, MemoryOptions(sinks, window, stride), settings, adaptor, draft_weights).shape()
+            RunOptions(method, MemoryOptions(sinks, window, stride), settings).shape()
     check_kind(draft_weights)
     if adaptor not in ADAPTORS:
         read_info(Path(adaptor))
@@ -76,6 +77,7 @@ def bench(
     kind = resolve_dtype(dtype, where)
     results.check_folder(out)
     session = Session(load_pair(pair, device=where, dtype=kind))
+    chosen = core.runnable(session, asked, methods.split(","), eagle, _note)
     models = {"draft": session.pair.draft.provenance, "target": session.pair.target.provenance}
     definition = results.Definition(
         pair,
@@ -88,6 +90,7 @@ def bench(
         stride,
         adaptor,
         draft_weights,
+        eagle,
         models,
     )
     found = core.cases(sets, session, lengths, docs, max_new_tokens)
