@@ -292,7 +292,7 @@ class Bench:
         size, full, prompt = self._session.pair.target.decoder.dtype.itemsize, MemoryShape(), cell.prompt_tokens or 0
         at = prompt + (cell.new_tokens or 0) // 2
         rows = 1 + round(cell.drafted_per_iteration or 0)
-        shape = options.shape()
+        shape = options.shape(prompt - 1)
         cell = replace(
             cell,
             verify_floor_ms=cost.pass_ms(target, full, at, size, rates, rows=rows),
@@ -344,7 +344,7 @@ class Bench:
         ms = d.max_new_tokens * cost.pass_ms(pair.target.config, MemoryShape(), context, size, self._rates)
         if method in PEERS or METHODS[method].head:
             ms += cost.prefill_ms(pair.target.config, MemoryShape(), context, size, self._rates)
-        if method not in PEERS and (shape := self._options(method).shape()) is not None:
+        if method not in PEERS and (shape := self._options(method).shape(context)) is not None:
             ms += cost.prefill_ms(self._session.draft_config(self._options(method)), shape, context, size, self._rates)
         return ms / 1e3
 

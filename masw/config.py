@@ -101,24 +101,32 @@ class ModelConfig:
 
 
 ROLLBACK_WINDOW = 16  # raw tokens (paper); a drafted block and its slots must fit it
+MOST_STRIDE = 4096  # tokens per slot
 
 
 @dataclass(frozen=True)
 class MemoryShape:
     """What a memory keeps: `sinks` first raw tokens, the last `window` raw tokens (None: all of them), and one slot every
-    `stride` raw tokens (None: no slots). Paper symbols S, W, r."""
+    `stride` raw tokens (None: no slots). Paper symbols S, W, r.
+
+    With a `budget` it also keeps exact prompt entries, chosen once where the prompt ends (masw.snapkv): as many as make one entry
+    every `budget` prompt tokens together with the slots, so that it then holds what slots of that stride would. Until then it
+    holds the whole prompt.
+    """
 
     sinks: int = 0
     window: int | None = None
     stride: int | None = None
     rollback: int = ROLLBACK_WINDOW
+    budget: int | None = None  # None: nothing is selected
+    prompt: int | None = None  # prompt tokens, which a memory with a budget is told before it reads
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.sinks > 1024:
             raise UsageError(f"sinks must be 0 to 1024, not {self.sinks}")
         if self.window is not None and not 1 <= self.window <= 1_048_576:
             raise UsageError(f"window must be 1 to 1,048,576 tokens, not {self.window}")
-        if self.stride is not None and not 1 <= self.stride <= 4096:
+        if self.stride is not None and not 1 <= self.stride <= MOST_STRIDE:
             raise UsageError(f"stride must be 1 to 4,096 tokens, not {self.stride}")
         if self.stride is not None and self.window is not None and self.stride > self.window:
             raise UsageError(
@@ -127,21 +135,44 @@ class MemoryShape:
             )
         if self.rollback < 1:
             raise UsageError(f"the rollback window must be at least 1 token, not {self.rollback}")
+        if self.budget is not None and not 1 <= self.budget <= MOST_STRIDE:
+            raise UsageError(f"stride must be 1 to 4,096 tokens (one entry of the budget each), not {self.budget}")
+        if self.budget is not None and (self.window is None or (self.stride or self.budget) < self.budget):
+            raise UsageError(f"a budget needs a window, and slots no denser than one every {self.budget} tokens")
+
+    @property
+    def selected(self) -> int:
+        """Exact prompt entries kept per layer and KV head beside sinks and window: floor(prompt / budget) less the prompt's slots."""
+        if self.budget is None or self.window is None or self.prompt is None:
+            return 0
+        room = self.prompt // self.budget - self.slots(self.prompt)
+        return min(room, max(0, self.prompt - self.sinks - self.window))
+
+    def whole(self, tokens: int) -> bool:
+        """Whether the memory still holds every token, since the prompt goes on and nothing is selected yet."""
+        return self.budget is not None and (self.prompt is None or tokens < self.prompt)
 
     def entries(self, tokens: int) -> int:
-        """Entries that the memory holds for `tokens` raw tokens: min(t, S) + min(t - S, W) + floor(t / r)."""
+        """Entries held for `tokens` raw tokens: min(t, S) + min(t - S, W) + selected + floor(t / r); all before the selection."""
+        if self.whole(tokens):
+            return tokens + self.slots(tokens)
         pinned = min(tokens, self.sinks) if self.window is not None else 0
         raw = tokens - pinned
-        return pinned + (raw if self.window is None else min(raw, self.window)) + self.slots(tokens)
+        return pinned + (raw if self.window is None else min(raw, self.window)) + self.selected + self.slots(tokens)
 
     def slots(self, tokens: int) -> int:
         return tokens // self.stride if self.stride else 0
 
     def capacity(self, tokens: int) -> int:
-        """Entries allocated to reach `tokens` raw tokens: S + W + rollback window + floor(t / r), or t for a full memory."""
+        """Entries allocated to reach `tokens` raw tokens: S + W + rollback window + selected + floor(t / r), or t for a full memory."""
         if self.window is None:
             return tokens + self.slots(tokens)
-        return self.sinks + self.window + self.rollback + self.slots(tokens)
+        return self.sinks + self.window + self.rollback + self.selected + self.slots(tokens)
+
+    def peak(self, tokens: int) -> int:
+        """Most entries allocated on the way to `tokens`: a memory with a budget has the whole prompt beside its final buffers."""
+        prompt = (self.prompt or 0) if self.budget is not None else 0
+        return self.capacity(tokens) + prompt + self.slots(prompt)
 
     def check_block(self, gamma: int) -> None:
         """A drafted block of `gamma` tokens and the slots that may fall into it must fit the rollback window."""

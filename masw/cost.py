@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from masw.config import MemoryShape, ModelConfig
 
@@ -30,6 +30,11 @@ def kv_entry_bytes(config: ModelConfig, itemsize: int, batch: int = 1) -> int:
 def kv_bytes(config: ModelConfig, shape: MemoryShape, tokens: int, itemsize: int, batch: int = 1) -> int:
     """KV bytes allocated to reach `tokens` raw tokens: (S + W + rollback window + floor(t / r)) entries, or t for a full memory."""
     return shape.capacity(tokens) * kv_entry_bytes(config, itemsize, batch)
+
+
+def peak_kv_bytes(config: ModelConfig, shape: MemoryShape, tokens: int, itemsize: int, batch: int = 1) -> int:
+    """Most KV bytes allocated on the way to `tokens`: a memory that selects also holds the whole prompt until that ends."""
+    return shape.peak(tokens) * kv_entry_bytes(config, itemsize, batch)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -129,7 +134,7 @@ def run_bytes(
     kv = kv_bytes(target, MemoryShape(), tokens, itemsize)
     if shape is not None:
         weights += packed_bytes(draft, kind)
-        kv += kv_bytes(draft, shape, tokens, itemsize)
+        kv += peak_kv_bytes(draft, replace(shape, prompt=tokens), tokens, itemsize)
     chunk = PREFILL_CHUNK
     widest = max(target.intermediate, draft.intermediate)
     # gate/up and their product, the [chunk, keys] mask and one layer's expanded keys and values

@@ -90,6 +90,7 @@ class ModelDraft:
         self._decoder, self._sampling, self._random, self._vocab = decoder, sampling, random, vocab
 
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
+        self.memory.prompt_ends(len(prompt))
         return Reader("draft", self._decoder, self.memory, prompt, recorder, chunk)
 
     def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:

@@ -19,9 +19,9 @@ from masw.cases import Case, planted_positions
 from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.drafters import aligned
-from masw.memory import Memory
 from masw.prefill import CHUNK
 from masw.session import Session
+from masw.snapkv import draft_memory
 from masw.tokenizer import AnyTokenizer
 from masw.verify import likeliest
 
@@ -86,9 +86,10 @@ def predictions(decoder: Decoder, variant: Variant, prompt: Sequence[int], answe
     """
     sequence = torch.tensor([[*prompt, *answer[:-1]]], device=decoder.device).clamp_max(decoder.config.vocab - 1)
     total, read = sequence.shape[1], len(prompt) - 1
-    memory = Memory(
+    memory = draft_memory(
         decoder.config, variant.shape, tokens=total, device=decoder.device, dtype=decoder.dtype, adaptor=variant.adaptor
     )
+    memory.prompt_ends(read)
     for start in range(0, read, CHUNK):
         decoder.forward(sequence[:, start : min(start + CHUNK, read)], memory)
         memory.commit()

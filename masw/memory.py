@@ -5,8 +5,8 @@ R ring = W + rollback window, r stride.
 
 Storage of a layer, contiguous so that attention reads one slice without a copy:
 
-    [ ring: last R raw tokens, token j at j % R | sinks: S first raw tokens | slots, append-only ... ]       compact
-    [ raw token j at j ... ]                                                                               full
+    [ ring: last R raw tokens, token j at j % R | sinks: S first raw tokens | selected | slots, append-only ... ]     compact
+    [ raw token j at j, or each row at its place in the interleaved sequence ... ]                                    full
 
 The slice ends at a multiple of STEP entries; entries that hold nothing are zero and masked.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -109,8 +110,10 @@ class Memory:
         listener: Listener | None = None,
     ) -> None:
         """Allocates for `tokens` raw tokens; reading more grows the buffers."""
-        if shape.stride is not None and (adaptor is None or shape.window is None):
-            raise ValueError("slots need an adaptor and a window")
+        if shape.stride is not None and adaptor is None:
+            raise ValueError("slots need an adaptor")
+        if shape.budget is not None and type(self) is Memory:
+            raise ValueError("a memory with a budget selects entries: make a masw.snapkv.SnapMemory")
         self.config, self.shape, self.adaptor, self.listener = config, shape, adaptor, listener
         self.length = 0  # raw tokens held, accepted or not
         self.committed = 0  # raw tokens that are final
@@ -139,6 +142,9 @@ class Memory:
     def nbytes(self) -> int:
         """Bytes allocated for keys and values."""
         return self._kv.nbytes
+
+    def prompt_ends(self, tokens: int) -> None:
+        """Says that the prompt is the first `tokens` raw tokens. Memories that select entries by it do so when they are final."""
 
     @property
     def entries(self) -> int:
@@ -257,9 +263,9 @@ class Memory:
         held = held[born[held].argsort()]
         return born[held], self._kv[:, :, :, :, held]
 
-    def fork(self, listener: Listener | None = None) -> Memory:
+    def fork(self, listener: Listener | None = None) -> Self:
         """An independent copy, to continue the same prefix in several ways."""
-        twin = object.__new__(Memory)
+        twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.listener = listener
         twin._kv, twin._born = self._kv.clone(), self._born.clone()
@@ -279,17 +285,23 @@ class Memory:
 
     def _live(self, length: int) -> int:
         """Entries of storage in use at `length` raw tokens, unused ring places included."""
-        used = length if self.shape.window is None else self.ring + self.shape.sinks + self.shape.slots(length)
+        used = (length if self.shape.window is None else self._slots_at) + self.shape.slots(length)
         return used if self._kv.is_cuda else min(-(-used // STEP) * STEP, self._kv.shape[4])
+
+    @property
+    def _slots_at(self) -> int:
+        """Place of the first slot in a compact memory."""
+        return self.ring + self.shape.sinks + self.shape.selected
 
     def _places(self, times: Tensor) -> Tensor:
         raw = times // 2
         if self.shape.window is None:
-            return raw
+            # Entry of the interleaved sequence: the raw tokens before it, and the slots before it.
+            return raw if self.shape.stride is None else raw + (raw - 1 + times % 2) // self.shape.stride
         in_ring = torch.where(raw < self.shape.sinks, self.ring + raw, raw % self.ring)
         if self.shape.stride is None:
             return in_ring
-        slot = self.ring + self.shape.sinks + raw // self.shape.stride - 1
+        slot = self._slots_at + raw // self.shape.stride - 1
         return torch.where(times % 2 == 0, slot, in_ring)
 
     def _forget(self, length: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from masw.config import MemoryShape
+from masw.config import MOST_STRIDE, MemoryShape
 from masw.errors import UsageError
 
 
@@ -40,6 +40,19 @@ class Method:
         return None if self.shape is None else self.shape(options)
 
 
+HYBRID = 4  # `hybrid` has a slot where `masw` has this many; what that frees holds exact entries (measured, docs/LOG.md)
+
+
+def _snapkv(o: MemoryOptions) -> MemoryShape:
+    """At the bytes of `masw` when the prompt ends: exact entries instead of slots."""
+    return MemoryShape(o.sinks, o.window, budget=o.stride)
+
+
+def _hybrid(o: MemoryOptions) -> MemoryShape:
+    """At the bytes of `masw` when the prompt ends: fewer slots, and exact entries."""
+    return MemoryShape(o.sinks, o.window, max(o.stride, min(HYBRID * o.stride, o.window, MOST_STRIDE)), budget=o.stride)
+
+
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
@@ -47,6 +60,8 @@ METHODS: dict[str, Method] = {
         Method("full", "draft with its full KV cache", lambda o: MemoryShape()),
         Method("window", "draft with sinks + sliding window", lambda o: MemoryShape(o.sinks, o.window)),
         Method("masw", "draft with sinks + window + memory slots", lambda o: MemoryShape(o.sinks, o.window, o.stride)),
+        Method("snapkv", "draft with sinks + window + most attended prompt entries", _snapkv),
+        Method("hybrid", "draft with sinks + window + slots + most attended prompt entries", _hybrid),
         Method("eagle", "one-layer head on the target's features (EAGLE)", lambda o: MemoryShape(), head=True),
         Method("lookup", "copies what followed the same words earlier", copies=True),
     )

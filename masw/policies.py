@@ -96,4 +96,4 @@ def visible(rows: Tensor, born: Tensor, expires: Tensor) -> Tensor:
 
 def evicted(tokens: int, shape: MemoryShape) -> int:
     """Raw tokens that have left the memory for good once `tokens` tokens are accepted."""
-    return 0 if shape.window is None else max(0, tokens - shape.window - shape.sinks)
+    return 0 if shape.window is None or shape.whole(tokens) else max(0, tokens - shape.window - shape.sinks)

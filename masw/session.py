@@ -29,6 +29,7 @@ from masw.provenance import provenance
 from masw.quantise import packable, quantised
 from masw.quiet import hush
 from masw.recorder import Recorder
+from masw.snapkv import draft_memory
 from masw.trace import Trace
 from masw.zoo import Pair, free_bytes
 
@@ -47,12 +48,16 @@ class RunOptions:
     draft_weights: str = "auto"  # auto | plain | int8 | int4, see `masw.quantise`
     eagle: str = "auto"  # auto | path of a head for the method eagle, see `eagle_file`
 
-    def shape(self) -> MemoryShape | None:
-        """The draft model's memory, None when none drafts. Raises UsageError for a block that does not fit it."""
+    def shape(self, prompt: int | None = None) -> MemoryShape | None:
+        """The draft model's memory, None when none drafts. Raises UsageError for a block that does not fit it.
+
+        `prompt`: tokens after which a memory with a budget selects, where known.
+        """
         shape = method_named(self.method).memory(self.memory)
-        if shape is not None:
-            shape.check_block(self.settings.gamma)
-        return shape
+        if shape is None:
+            return None
+        shape.check_block(self.settings.gamma)
+        return shape if shape.budget is None else replace(shape, prompt=prompt)
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class Session:
 
     def run(self, prompt: Sequence[int], options: RunOptions, stop: Callable[[], bool] = lambda: False) -> Run:
         """Prepares one run; iterate over it to make it happen."""
-        shape = options.shape()
+        shape = options.shape(len(prompt) - 1)  # the last token of a prompt is read by the first round
         total = len(prompt) + options.settings.max_new_tokens
         if total > self.context_limit:
             raise UsageError(
@@ -151,7 +156,7 @@ class Session:
             if shape.stride is not None:
                 adaptor, found = adaptor_for(draft.decoder, draft.name, shape.stride, options.adaptor, prompt)
                 header["adaptor"] = {"file": found.name if found else None, **asdict(adaptor.info)}
-            memory = Memory(config, shape, tokens=total, device=device, dtype=dtype, adaptor=adaptor)
+            memory = draft_memory(config, shape, tokens=total, device=device, dtype=dtype, adaptor=adaptor)
             # Two streams of numbers, so that the accept rule's are independent of the draft's.
             random, vocab = Random(settings.sampling.seed + 1), self.pair.target.config.vocab
             if head is not None:
@@ -161,6 +166,7 @@ class Session:
             header["draft_kv"] = {
                 "allocated_bytes": memory.nbytes,
                 "predicted_bytes": cost.kv_bytes(config, shape, total, dtype.itemsize),
+                "peak_bytes": cost.peak_kv_bytes(config, shape, total, dtype.itemsize),
                 "full_bytes": cost.kv_bytes(config, MemoryShape(), total, dtype.itemsize),
             }
         return Run(self.pair, target, drafter, list(prompt), options, header, stop)

@@ -19,6 +19,7 @@ SCHEMA = 1
 KINDS = {
     "prefill": "one chunk of the prompt went through a model",
     "materialise": "memory slots were born in the draft's memory",
+    "select": "exact prompt entries were chosen to stay, where the prompt ends",
     "evict": "raw tokens left the window for good",
     "draft": "the draft model proposed one token",
     "verify": "the target read the pending token and the drafted block",

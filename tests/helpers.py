@@ -27,6 +27,7 @@ from masw.lookup import LookupDraft
 from masw.memory import Listener, Memory
 from masw.methods import METHODS, MemoryOptions
 from masw.recorder import Recorder
+from masw.snapkv import draft_memory
 from masw.verify import Sampling
 
 CPU = torch.device("cpu")
@@ -142,7 +143,7 @@ def memory_for(
     if shape.stride and adaptor is None:
         assert isinstance(decoder, Decoder)
         adaptor = trained_adaptor(decoder)
-    return Memory(
+    return draft_memory(
         decoder.config, shape, tokens=tokens, device=CPU, dtype=decoder.dtype, batch=batch, adaptor=adaptor, listener=listener
     )
 
@@ -193,8 +194,17 @@ def table_mask(tokens: int, sinks: int, window: int | None, stride: int | None) 
     return torch.tensor([[sees(query, key, sinks, window) for key in rows] for query in rows])
 
 
-def reference_logits(decoder: Decoder, tokens: Tensor, shape: MemoryShape, adaptor: Adaptor | None = None) -> Tensor:
-    """Logits [B, T, V] of one dense pass over the interleaved sequence, every step spelled out. `tokens` [B, T]."""
+def reference_logits(
+    decoder: Decoder,
+    tokens: Tensor,
+    shape: MemoryShape,
+    adaptor: Adaptor | None = None,
+    seen_of: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Logits [B, T, V] of one dense pass over the interleaved sequence, every step spelled out. `tokens` [B, T].
+
+    `seen_of(layer, q, k)` gives a mask [B, H, N, N] in place of the table, from turned q [B, N, H, D] and k [B, N, kv_heads, D].
+    """
     c, w = decoder.config, decoder.weights
     stride = shape.stride
     rows = interleaved(tokens.shape[1], stride)
@@ -238,14 +248,15 @@ def reference_logits(decoder: Decoder, tokens: Tensor, shape: MemoryShape, adapt
         q, k, v = (t.unflatten(-1, (-1, c.head_dim)) for t in (q, k, v))
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
-        x = x + naive_attention(turn(q), turn(k), v, seen) @ layer.out.T
+        q, k = turn(q), turn(k)
+        x = x + naive_attention(q, k, v, seen if seen_of is None else seen_of(index, q, k)) @ layer.out.T
         gate, up = (norm(x, layer.mlp_norm) @ part.T for part in layer.gate_up.chunk(2))
         x = x + (gate / (1 + (-gate).exp()) * up) @ layer.down.T
     return (norm(x, w.norm) @ w.head.T)[:, ~is_slot]
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """q [B, N, H, D]; k, v [B, K, kv_heads, D]; seen [N, K]. Returns [B, N, H * D]."""
+    """q [B, N, H, D]; k, v [B, K, kv_heads, D]; seen [N, K] or [B, H, N, K]. Returns [B, N, H * D]."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
     score = torch.einsum("bnhd,bkhd->bhnk", q, k) / math.sqrt(q.shape[-1])
     weight = score.masked_fill(~seen, float("-inf")).softmax(-1)

@@ -18,7 +18,7 @@ from masw.eagle_draft import EagleDraft
 from masw.engine import Settings, Target, generate
 from masw.errors import UsageError
 from masw.memory import Memory
-from masw.methods import METHODS, MemoryOptions, method_named
+from masw.methods import HYBRID, METHODS, MemoryOptions, method_named
 from masw.prefill import Progress, Reader
 from masw.recorder import Recorder
 from masw.verify import Sampling
@@ -328,7 +328,8 @@ def test_an_empty_prompt_is_refused() -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 36, 37, 512])
 @pytest.mark.parametrize("method", METHODS)
 def test_prefill_in_chunks(method: str, chunk: int) -> None:
-    """Progress adds up for each model; the text does not depend on the chunk; the draft never holds its full KV."""
+    """Progress adds up for each model; the text does not depend on the chunk; the draft never holds its full KV, unless it selects
+    from it when the prompt has ended."""
     drafter, recorder = drafter_for(method, NOISY), Recorder({}, CPU)
     items = list(generate(Target(TARGET, 100), drafter, PROMPT, Settings(9, 3, chunk=chunk), recorder))
     for who in ("target", "draft") if METHODS[method].shape else ("target",):
@@ -341,7 +342,12 @@ def test_prefill_in_chunks(method: str, chunk: int) -> None:
     assert [t for item in items if not isinstance(item, Progress) for t in item.tokens] == TEXT[:9]
     if drafter.memory is not None and drafter.memory.shape.window is not None:
         most = OPTIONS.sinks + OPTIONS.window + len(PROMPT) // OPTIONS.stride
-        assert max(e.bytes for e in recorder.trace.of("prefill", "draft")) <= most * drafter.memory.entry_bytes
+        held = [e.bytes // drafter.memory.entry_bytes for e in recorder.trace.of("prefill", "draft")]
+        if drafter.memory.shape.budget:
+            stride = drafter.memory.shape.stride or len(PROMPT)
+            assert held[:-1] == [done + done // stride for done in range(chunk, 36, chunk)]
+            held = held[-1:]
+        assert max(held) <= most
 
 
 # ---- vocabularies
@@ -507,16 +513,18 @@ def test_a_draft_that_was_not_fed_catches_up(method: str, skipped: int) -> None:
 
 
 def test_method_table() -> None:
-    assert list(METHODS) == ["none", "full", "window", "masw", "eagle", "lookup"]
+    assert list(METHODS) == ["none", "full", "window", "masw", "snapkv", "hybrid", "eagle", "lookup"]
     assert all(name == method.name and method.title for name, method in METHODS.items())
     options = MemoryOptions(3, 100, 10)
     assert METHODS["full"].memory(options) == MemoryShape()
     assert METHODS["window"].memory(options) == MemoryShape(3, 100)
     assert METHODS["masw"].memory(options) == MemoryShape(3, 100, 10)
+    assert METHODS["snapkv"].memory(options) == MemoryShape(3, 100, budget=10)
+    assert METHODS["hybrid"].memory(options) == MemoryShape(3, 100, HYBRID * 10, budget=10)
     assert METHODS["none"].memory(options) is None and not METHODS["none"].drafts
     assert METHODS["eagle"].memory(options) == MemoryShape() and METHODS["eagle"].drafts
     assert METHODS["lookup"].memory(options) is None and METHODS["lookup"].drafts
-    assert [name for name, method in METHODS.items() if method.model] == ["full", "window", "masw"]
+    assert [name for name, method in METHODS.items() if method.model] == ["full", "window", "masw", "snapkv", "hybrid"]
     with pytest.raises(UsageError) as error:
         method_named("mas")
     assert "\n" not in str(error.value)

@@ -63,7 +63,7 @@ def test_the_header_says_what_was_run(tiny: Pair) -> None:
     run = Session(tiny).run(PROMPT, options())
     header, draft = run.trace.header, tiny.draft.config
     assert (header["pair"], header["method"], header["prompt_tokens"]) == ("tiny", "masw", 80)
-    assert header["memory"] == {"sinks": 2, "window": 16, "stride": 4, "rollback": 16}
+    assert header["memory"] == {"sinks": 2, "window": 16, "stride": 4, "rollback": 16, "budget": None, "prompt": None}
     assert header["settings"]["gamma"] == 4 and header["settings"]["sampling"]["temperature"] == 0.0
     kv = header["draft_kv"]
     assert kv["allocated_bytes"] == kv["predicted_bytes"] == cost.kv_bytes(draft, MemoryShape(2, 16, 4), 100, 4)
@@ -112,16 +112,32 @@ def test_a_document_longer_than_the_context_is_refused(tiny: Pair) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("method", ["window", "masw"])
+@pytest.mark.parametrize("method", ["snapkv", "hybrid"])
+def test_the_header_of_a_memory_that_selects(tiny: Pair, method: str) -> None:
+    """Bytes of its buffers after the prompt, and the peak before it: both as measured."""
+    small = options(method)
+    run = Session(tiny).run(PROMPT, replace(small, settings=replace(small.settings, chunk=10)))
+    shape, kv, memory = run.trace.header["memory"], run.trace.header["draft_kv"], run._drafter.memory
+    assert memory is not None and (shape["budget"], shape["prompt"]) == (4, 79)
+    sizes = {}
+    for _ in run:
+        sizes[memory.length] = memory.nbytes
+    assert {sizes.pop(read) for read in range(10, 79, 10)} == {kv["peak_bytes"]}
+    assert set(sizes.values()) == {kv["allocated_bytes"]} == {kv["predicted_bytes"]}  # before it reads, and after the prompt
+    slots = cost.kv_bytes(tiny.draft.config, MemoryShape(2, 16, 4), 100, 4)
+    assert kv["allocated_bytes"] <= slots < kv["peak_bytes"]
+
+
+@pytest.mark.parametrize("method", ["window", "masw", "snapkv", "hybrid"])
 def test_a_block_that_does_not_fit_the_rollback_window_is_refused(tiny: Pair, method: str) -> None:
     with pytest.raises(UsageError, match="does not fit the rollback window of 16; use a gamma of at most"):
         Session(tiny).run(PROMPT, options(method, gamma=17))
     assert list(Session(tiny).run(PROMPT, options("full", gamma=17)))
 
 
-@pytest.mark.parametrize("method", ["window", "masw"])
+@pytest.mark.parametrize("method", ["window", "masw", "snapkv", "hybrid"])
 def test_the_largest_block_that_fits_runs(tiny: Pair, method: str) -> None:
-    gamma = {"window": 16, "masw": 12}[method]
+    gamma = {"window": 16, "masw": 12, "snapkv": 16, "hybrid": 15}[method]
     run = Session(tiny).run(PROMPT, options(method, new=40, gamma=gamma))
     reference = Session(tiny).run(PROMPT, options("none", new=40))
     assert list(run) and list(reference) and run.summary().tokens == reference.summary().tokens

@@ -171,8 +171,8 @@ def test_every_event_is_of_a_known_kind(method: str, sampling: Sampling) -> None
     assert {role for e in events if e.kind == "emit" for role in e.data["roles"]} <= set(ROLES)
     assert {e.who for e in events} <= {"draft", "target", "engine"}
     assert kinds >= {"prefill", "verify", "upkeep", "emit", "end"}
-    if method == "masw":
-        assert kinds == set(KINDS)
+    if method in ("masw", "hybrid"):
+        assert kinds == set(KINDS) - ({"select"} if method == "masw" else set())
     assert [e.at_ms for e in events] == sorted(e.at_ms for e in events)
     assert all(e.ms >= 0 and e.at_ms >= 0 and e.bytes >= 0 and e.count >= 0 and e.position >= 0 for e in events)
     assert [e.round for e in events] == sorted(e.round for e in events)
@@ -197,7 +197,7 @@ def test_the_state_is_what_the_trace_says(method: str, stop_after: int) -> None:
     for who, memory in (("draft", draft_memory), ("target", target.memory)):
         if memory is None:
             continue
-        stride, tokens, gone, slots, texts = memory.shape.stride, 0, 0, list[int](), PROMPT[:]
+        stride, tokens, gone, selected, slots, texts = memory.shape.stride, 0, 0, 0, list[int](), PROMPT[:]
         for event in result.recorder.trace.events:
             if event.kind == "emit":
                 texts.extend(event.data["tokens"])
@@ -207,7 +207,7 @@ def test_the_state_is_what_the_trace_says(method: str, stop_after: int) -> None:
                     assert tokens == len(texts) - event.count if drafted else tokens < len(texts)
                 else:
                     assert len(texts) - (1 if who == "target" else 2) <= tokens < len(texts)
-                assert tokens - gone + len(slots) == memory.shape.entries(tokens)
+                assert tokens - gone + selected + len(slots) == memory.shape.entries(tokens)
             if event.who != who:
                 continue
             if event.kind in ("prefill", "verify"):
@@ -217,6 +217,9 @@ def test_the_state_is_what_the_trace_says(method: str, stop_after: int) -> None:
             elif event.kind == "materialise":
                 assert stride is not None
                 slots.extend(range(event.position, event.position + event.count * stride, stride))
+            elif event.kind == "select":
+                assert (event.round, event.position, tokens + 10) >= (0, OPTIONS.sinks, len(PROMPT) - 1) and not selected
+                selected = event.count
             elif event.kind == "evict":
                 assert event.position == OPTIONS.sinks + gone
                 gone += event.count
@@ -227,7 +230,7 @@ def test_the_state_is_what_the_trace_says(method: str, stop_after: int) -> None:
             if event.kind in ("prefill", "verify", "draft"):
                 assert event.bytes == memory.shape.entries(tokens) * memory.entry_bytes
         assert tokens == memory.length
-        assert tokens - gone + len(slots) == memory.entries == len(memory.snapshot()[0])
+        assert tokens - gone + selected + len(slots) == memory.entries == len(memory.snapshot()[0])
         assert slots == [tau for tau in range(1, tokens + 1) if stride and tau % stride == 0]
 
 

@@ -28,7 +28,8 @@ def run(
     method: Annotated[
         str,
         typer.Option(
-            help="Who drafts, with what memory: masw | full | window | eagle (a head) | lookup (copies from the text) | none."
+            help="Who drafts, with what memory: masw | full | window | snapkv | hybrid | eagle (a head) | lookup (copies from the text) "
+            "| none."
         ),
     ] = "masw",
     task: Annotated[
@@ -205,6 +206,7 @@ def _report(session: Session, job: Run, reference: Run | None, difference: Diffe
         "upkeep_ms": s.upkeep_ms,
         "draft_kv_bytes": kv.get("allocated_bytes"),
         "draft_kv_bytes_predicted": kv.get("predicted_bytes"),
+        "draft_kv_bytes_peak": kv.get("peak_bytes"),
         "draft_kv_bytes_full": kv.get("full_bytes"),
         "peak_memory_bytes": peak_bytes(session.pair.target.decoder.device),
         "prompt_tokens": s.prompt_tokens,
@@ -256,6 +258,11 @@ def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Ses
         kept = report["draft_kv_bytes"] / report["draft_kv_bytes_full"]
         lines += [
             Line("draft KV, allocated", size(report["draft_kv_bytes"]), f"{size(report['draft_kv_bytes_predicted'])} predicted"),
+            *(
+                [Line("draft KV, while the prompt is read", "", f"{size(report['draft_kv_bytes_peak'])} predicted")]
+                if report["draft_kv_bytes_peak"] > report["draft_kv_bytes_predicted"]
+                else []
+            ),
             Line("draft KV, uncompressed", size(report["draft_kv_bytes_full"]), f"{kept:.1%} kept"),
         ]
     lines.append(Line("peak memory of the process", size(report["peak_memory_bytes"])))
@@ -280,11 +287,11 @@ def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: S
             )
     elif reference is not None and not greedy:
         notes.append("sampled output has the target's distribution; two sampled runs are not compared token by token")
-    if job.options.method == "masw" and not job.trace.header.get("adaptor", {}).get("strides"):
+    if "adaptor" in job.trace.header and not job.trace.header["adaptor"]["strides"]:
         kind = (
-            "a plain copy, worse than a sliding window"
+            "a plain copy, worse than none"
             if job.options.adaptor == "none"
-            else "kept quiet: as good as a window alone"
+            else "kept quiet: the draft is as good as without them"
         )
         notes.append(f"the draft's memory slots are untrained (no adaptor for this draft and stride), {kind}")
     if head := job.trace.header.get("eagle"):
