@@ -7,7 +7,7 @@ DOC ?= data/samples/guide.md
 ARGS ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint bench-core train gpu-train ablations eval-adaptor ship install clean help
+.PHONY: report report-live browser demo test test-slow lint bench-core train gpu-train ablations eval-adaptor ship install clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -31,6 +31,15 @@ test: $(STAMP) ## the whole test-suite but what is marked slow
 
 test-slow: $(STAMP) ## long checks, with the 1.6 GB pair
 	@$(BIN)/python -m pytest -m slow
+
+report: $(STAMP) ## run all notebooks on recorded traces into out/report/report.html (no model)
+	@$(BIN)/masw report all --mode trace --out out/report $(ARGS)
+
+report-live: $(STAMP) ## the same, computed here with smollm2 (93 MB once; up to half an hour on 2 cores)
+	@$(BIN)/masw report all --pair smollm2 --out out/report-live $(ARGS)
+
+browser: ## Debian's chromium, for the tests of pages; without it those tests are skipped
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; }
 
 lint: $(STAMP) ## ruff, mypy, import-linter
 	@$(BIN)/ruff check .

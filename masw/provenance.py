@@ -8,25 +8,37 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import masw
 
+if TYPE_CHECKING:
+    import torch
+
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Of a run on `device` in `dtype`."""
+    import torch
+
+    return {
+        **versions(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def versions() -> dict[str, Any]:
+    """What holds without a model: no torch is imported for it."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "masw": masw.__version__,
         "commit": commit(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": _version("torch"),
         "transformers": _version("transformers"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "device_type": device.type,
-        "threads": torch.get_num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "device": _processor(),
     }
 
 

@@ -36,7 +36,7 @@ def test_show_stores_the_figure_once_with_alt_caption_and_table(shown) -> None:
     assert figure[display.PLOTLY_MIME]["config"]["showSendToCloud"] is False
     assert len(figure[display.PLOTLY_MIME]["frames"]) == 1 and "text/html" not in figure
     assert "Bytes &lt;against&gt; tokens" in below["text/html"] and '<th scope="col">tokens</th>' in below["text/html"]
-    assert "<td>-</td>" in below["text/html"]  # not-a-number is not shown as a number
+    assert "<td>not measured</td>" in below["text/html"]  # not-a-number is not shown as a number
     assert len(json.dumps(shown)) < 20_000
 
 
@@ -62,11 +62,11 @@ def test_tables_come_as_frames_mappings_or_columns_and_rows() -> None:
 
 
 def test_the_card_says_what_it_ran_on_and_escapes(shown) -> None:
-    display.environment_card({"mode": "trace", "seed": 3, "pair": "<b>"})
+    display.environment_card({"mode": "trace", "seed": 3, "pair": "<i>"})
     data, _ = shown[0]
     record = data[display.ENVIRONMENT_MIME]
     assert record["seed"] == 3 and record["parameters"]["mode"] == "trace" and record["torch"]
-    assert "recorded traces, no model" in data["text/html"] and "<b>" not in data["text/html"]
+    assert "recorded traces, no model" in data["text/html"] and "<i>" not in data["text/html"]
 
 
 def test_a_missing_extra_says_how_to_get_it() -> None:

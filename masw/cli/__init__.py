@@ -8,7 +8,7 @@ import warnings
 
 import typer
 
-from masw.cli import bench, doctor, evaluate, models, run, train
+from masw.cli import bench, doctor, evaluate, models, report, run, train
 from masw.errors import MaswError, plain_words
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command(name="eval-adaptor")(evaluate.eval_adaptor)
 app.command(name="bench")(bench.bench)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
+app.add_typer(report.app, name="report")
 
 
 def _version(wanted: bool) -> None:

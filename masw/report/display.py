@@ -83,11 +83,16 @@ def environment_card(parameters: Mapping[str, Any], *, device: str = "cpu", dtyp
 
     record = environment_record(parameters, device, dtype)
     source = "recorded traces, no model" if parameters.get("mode") == "trace" else parameters.get("pair") or "live"
-    rows = [("ran on", source), *((k, v) for k, v in record.items() if k != "parameters"), *record["parameters"].items()]
+    rows = [
+        ("ran on", source),
+        *((k, v) for k, v in record.items() if k not in ("parameters", "seed")),
+        *record["parameters"].items(),
+    ]
+    facts = f"masw {record['masw']}" + (f" ({record['commit']})" if record["commit"] else "") + f", {record['device']}"
     text = "\n".join(f"{k}: {v}" for k, v in rows)
     cells = "".join(f'<tr><th scope="row">{escape(str(k))}</th><td>{escape(str(v))}</td></tr>' for k, v in rows)
     card = (
-        f'<details class="masw-card" open><summary>Ran on {escape(str(source))}; environment and parameters</summary>'
+        f'<details class="masw-card"><summary><b>Ran on {escape(str(source))}</b>; {escape(facts)}; parameters</summary>'
         f"<table><tbody>{cells}</tbody></table></details>"
     )
     display({ENVIRONMENT_MIME: record, "text/html": card, "text/plain": text}, raw=True)
@@ -145,11 +150,14 @@ def number_text(value: Any) -> str:
 
 
 def environment_record(parameters: Mapping[str, Any], device: str = "cpu", dtype: str = "float32") -> dict[str, Any]:
-    import torch
+    from masw.provenance import provenance, versions
 
-    from masw.provenance import provenance
+    if parameters.get("mode") == "trace":
+        found = versions()  # nothing is computed: the traces say what they were recorded on
+    else:
+        import torch
 
-    found = provenance(torch.device(device), getattr(torch, dtype.removeprefix("torch.")))
+        found = provenance(torch.device(device), getattr(torch, dtype.removeprefix("torch.")))
     return {**found, "seed": parameters.get("seed"), "parameters": {k: _plain(v, k) for k, v in parameters.items()}}
 
 
@@ -178,7 +186,7 @@ def columns_rows(table: Any) -> tuple[list[Any], list[Sequence[Any]]]:
 
 def _cell(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "-"
+        return "not measured"
     value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
     return number_text(value) if isinstance(value, (bool, int, float)) else str(value)
 

@@ -1,0 +1,67 @@
+// Draws the figures from the data beside them, in the colours of the page. Nothing is fetched.
+(() => {
+  const root = document.documentElement, button = document.getElementById("theme");
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const figures = [...document.querySelectorAll("figure")].filter((f) => f.querySelector(".plot"));
+  const SWAP = { "#1a1a1a": "#f0f0f0", "#e2e2e2": "#3a3f46", "#2a3f5f": "#f0f0f0", "#ebf0f8": "#3a3f46", "#555555": "#9a9fa6" };
+  let chosen = null, drawing = 0;
+
+  const dark = () => (chosen === null ? system.matches : chosen);
+
+  // Ink, grid and paper of the light figures become those of the dark page; what stands on a light button stays.
+  function swap(value, key) {
+    if (typeof value === "string") return (/color/i.test(key) && SWAP[value.toLowerCase()]) || value;
+    if (Array.isArray(value)) return value.map((v) => swap(v, key));
+    if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, k === "updatemenus" ? v : swap(v, k)]));
+    return value;
+  }
+
+  function outlined(traces) {
+    for (const trace of traces || []) if (trace.marker && trace.marker.color === "#000000") trace.marker.line = { ...trace.marker.line, color: "#ffffff", width: 1 };
+    return traces;
+  }
+
+  function themed(figure) {
+    if (!dark()) return figure;
+    const made = swap(figure, "");
+    made.layout = { ...made.layout, paper_bgcolor: "#15181c", plot_bgcolor: "#15181c" };
+    outlined(made.data);
+    for (const frame of made.frames || []) outlined(frame.data);
+    return made;
+  }
+
+  async function draw(element, turn) {
+    const plot = element.querySelector(".plot");
+    element.masw ??= JSON.parse(element.querySelector("script").textContent);
+    const { data, layout, frames, config } = structuredClone(themed(element.masw));
+    if (plot.data) Plotly.purge(plot);
+    await Plotly.newPlot(plot, { data, frames, layout: { ...layout, width: undefined, autosize: true }, config: { ...config, responsive: true, displaylogo: false, showSendToCloud: false } });
+    element.dataset.drawn = String(turn);
+  }
+
+  // Those in sight first, then one at a time, so that the page can be read meanwhile.
+  async function drawAll() {
+    const turn = ++drawing;
+    root.dataset.figures = "drawing";
+    const away = (f) => { const box = f.getBoundingClientRect(); return box.bottom < 0 ? -box.bottom : Math.max(0, box.top - innerHeight); };
+    const waiting = [...figures];
+    while (waiting.length) {
+      waiting.sort((a, b) => away(a) - away(b));
+      const next = waiting.shift();
+      try { await draw(next, turn); } catch (error) { console.error("figure " + next.id + ": " + error); }
+      await new Promise((go) => setTimeout(go));
+      if (turn !== drawing) return;
+    }
+    root.dataset.figures = "drawn";
+  }
+
+  function apply() {
+    root.dataset.theme = dark() ? "dark" : "light";
+    button.setAttribute("aria-pressed", String(dark()));
+    drawAll();
+  }
+
+  button.addEventListener("click", () => { chosen = !dark(); apply(); });
+  system.addEventListener("change", apply);
+  apply();
+})();

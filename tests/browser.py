@@ -1,0 +1,51 @@
+"""A real browser for the tests of pages, where there is one: Debian's chromium through Playwright (`make browser` installs it)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = os.environ.get("MASW_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@dataclass
+class Opened:
+    """A page and what it said: console errors, uncaught errors, and requests for anything but itself."""
+
+    page: Any
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def opened(address: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Opened]:
+    """Opens `address` without a network. Skips the test, with the reason, where Playwright or chromium is missing."""
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is missing: pip install 'masw[dev]'")
+    if CHROMIUM is None:
+        pytest.skip("no chromium: make browser (or MASW_CHROMIUM=/path/to/chromium)")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        try:
+            context = browser.new_context(
+                viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", offline=True
+            )
+            page = context.new_page()
+            seen = Opened(page)
+            page.on("console", lambda m: seen.errors.append(m.text) if m.type == "error" else None)
+            page.on("pageerror", lambda error: seen.errors.append(str(error)))
+            page.on("request", lambda r: seen.requests.append(r.url) if not r.url.startswith(("data:", "blob:")) else None)
+            page.goto(address)
+            yield seen
+        finally:
+            browser.close()
+
+
+def file_address(path: Path) -> str:
+    return path.resolve().as_uri()
