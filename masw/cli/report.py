@@ -59,7 +59,7 @@ def run_notebooks(
     as_json: AsJson = False,
 ) -> None:
     """Run notebooks and write report.html, report.json and the executed notebooks. Exit 3 names the first cell that failed."""
-    from masw.cli.run import _Stop
+    from masw.cli.run import Stop
     from masw.report import extras
     from masw.report.build import FORMATS, build, check_out
     from masw.report.library import choose
@@ -92,7 +92,7 @@ def run_notebooks(
             return False
         return {"desc": f"[{number + 1}/{len(sources)}] {source.name}", "leave": False, "file": sys.stderr}
 
-    stop = _Stop()
+    stop = Stop()
     with stop:
         report = build(
             sources, values, out, formats=formats, kernel=kernel, timeout_s=timeout, stop=stop, told=told, progress=bar
