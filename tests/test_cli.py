@@ -149,9 +149,9 @@ def test_byte_order_marks(masw, tmp_path: Path, mark: str) -> None:
 BAD_FILES = {
     "empty.txt": (b"", "empty"),
     "blank.txt": (b" \n\t\n ", "white space"),
-    "binary.txt": (b"%PDF-1.7\0\0\1\2" * 40, "binary"),
+    "broken.txt": (b"%PDF-1.7\0\0\1\2" * 40, "damaged PDF"),
     "noise.txt": (bytes(range(1, 9)) * 200, "binary"),
-    "latin.txt": ("r\u00e9sum\u00e9 ".encode("latin-1") * 9, "not UTF-8"),
+    "picture.txt": (b"\x89PNG\r\n\x1a\n" + bytes(40), "PNG image"),
     "cut16.txt": ("caf\u00e9".encode("utf-16") + b"\0", "not UTF-16"),
 }
 
@@ -163,6 +163,30 @@ def test_bad_files(masw, tmp_path: Path, name: str) -> None:
     path.write_bytes(content)
     code, _, err = masw("run", path, "--pair", "tiny")
     assert code == 2 and phrase in one_line(err)
+
+
+def test_a_guessed_encoding_is_said_and_can_be_named(masw, tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("Le r\u00e9sum\u00e9 de l'\u00e9t\u00e9. ".encode("latin-1") * 9)
+    args = ("run", path, "--pair", "tiny", "--max-new-tokens", 2)
+    code, _, err = masw(*args)
+    assert code == 0 and "plain text, cp1252 (detected), " in err and "name the right one with --encoding" in err
+    code, _, err = masw(*args, "--encoding", "latin-1")
+    assert code == 0 and "latin-1 (as given)" in err and "guess" not in err
+    code, _, err = masw(*args, "--encoding", "klingon")
+    assert code == 2 and "unknown" in one_line(err)
+
+
+def test_a_pdf_with_a_password_from_standard_input(masw, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from tests.documentfiles import encrypted, line, pdf
+
+    locked = encrypted(pdf(*[line(WORDS)] * 3), "secret")
+    for options, expected, phrase in (((), 2, "--password"), (("--password", "secret"), 0, "standard input: PDF, 3 pages")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(locked)))
+        code, _, err = masw("run", "-", "--pair", "tiny", "--max-new-tokens", 2, *options)
+        assert code == expected and phrase in err
 
 
 def test_missing_file_and_folder(masw, tmp_path: Path) -> None:

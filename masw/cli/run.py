@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 def run(
     file: Annotated[
         str,
-        typer.Argument(metavar="FILE|-", help="Text document (UTF-8; UTF-16/32 with a byte order mark), - for standard input."),
+        typer.Argument(
+            metavar="FILE|-", help="Text, Markdown, PDF, DOCX, HTML or EPUB, told apart by content; - for standard input."
+        ),
     ],
     question: Annotated[str | None, typer.Argument(help="The question, for --task question.")] = None,
+    encoding: Annotated[
+        str | None, typer.Option(help="Encoding of a text or HTML document, such as cp1252. Default: found from its bytes.")
+    ] = None,
+    password: Annotated[str | None, typer.Option(help="Password of an encrypted PDF.")] = None,
     pair: Annotated[
         str, typer.Option(help="Preset (see `masw models list`) or DRAFT:TARGET, each a hub id or a local folder.")
     ] = "qwen2.5-coder",
@@ -92,7 +98,12 @@ def run(
     if trace is not None:
         check_writable(trace, not_over=file)
     where = resolve_device(device)
-    document = documents.read(file)
+    document = documents.read_file(file, password=password, encoding=encoding)
+    _note(f"read {documents.shown(document.name)}: {document.summary}")
+    for warning in document.warnings:
+        _note(warning)
+    if document.is_guess:
+        _note(f"the encoding {document.encoding} is a guess; if the text reads wrong, name the right one with --encoding")
     session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
     tokenizer = session.pair.target.tokenizer
     settings = Settings(max_new_tokens, gamma, settings.sampling, session.pair.target.eos_ids)
@@ -100,7 +111,7 @@ def run(
     limit = _context(max_context, session.context_limit)
     if max_new_tokens >= limit:
         raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room for a document in a context of {limit:,}; lower it")
-    prompt = prompts.build(tokenizer, document, task, question, limit - max_new_tokens)
+    prompt = prompts.build(tokenizer, document.text, task, question, limit - max_new_tokens)
     if prompt.notice:
         _note(prompt.notice)
 
