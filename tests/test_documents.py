@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 import zipfile
 import zlib
@@ -10,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -345,6 +348,23 @@ def test_time_is_bounded() -> None:
     assert time.monotonic() - begin < 10
     cut = extract(data, "a", limits=replace(LIMITS, soft_seconds=0.1))
     assert cut.text.startswith("Hello there") and "a limit of time" in " ".join(cut.warnings)
+
+
+def test_the_process_ends_with_its_caller(tmp_path: Path) -> None:
+    path = tmp_path / "slow.pdf"
+    path.write_bytes(slow_pdf(60))
+    script = (
+        "import os, sys, threading, time, psutil; from masw.documents import read_file\n"
+        "threading.Thread(target=read_file, args=[sys.argv[1]], daemon=True).start()\n"
+        "while not psutil.Process().children(): time.sleep(0.05)\n"
+        "time.sleep(1); print(psutil.Process().children()[0].pid, flush=True); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True, timeout=60)
+    worker = int(done.stdout)
+    until = time.monotonic() + 8
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+        time.sleep(0.1)
+    assert time.monotonic() < until, "the parser outlived its caller"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="address space is limited on Linux alone")

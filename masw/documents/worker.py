@@ -7,7 +7,10 @@ text in UTF-8. The process bounds its own memory and processor time, and may not
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +21,7 @@ from masw.errors import MaswError
 
 
 def main() -> None:
+    threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     asked = json.loads(sys.stdin.buffer.readline())
     limits = Limits(**asked["limits"])
     _confine(limits)
@@ -46,6 +50,13 @@ def answer(data: bytes, name: str, password: str | None, encoding: str | None, l
         reason = (str(error).strip().splitlines() or [""])[0][:100]
         return {"error": f"{label} cannot be read ({type(error).__name__}: {reason}); export it again, or save its text"}, ""
     return {k: v for k, v in vars(document).items() if k not in ("text", "name")}, document.text
+
+
+def _end_with(caller: int) -> None:
+    """Ends this process once its caller is gone: nobody is left to read the answer or to stop the clock."""
+    while os.getppid() == caller:
+        time.sleep(0.5)
+    os._exit(3)
 
 
 def _confine(limits: Limits) -> None:
