@@ -8,6 +8,7 @@ last emitted token; end-to-end time is prefill + decode. TTFT = prefill + first 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from statistics import median
 
 from masw.trace import Trace
@@ -47,10 +48,7 @@ def summarise(trace: Trace) -> Summary:
     decode_ms = sum(e.ms for e in emits)
     read = trace.of("prefill")
     prefill_ms = read[-1].at_ms if read else 0.0
-    whole = {e.round for e in emits}  # a cut file may end between a verdict and its tokens
-    accepts = [e for e in trace.of("accept") if e.round in whole]
-    refused = {e.round: e.count for e in trace.of("reject")}
-    judged = [(e.count, e.count + refused.get(e.round, 0)) for e in accepts]  # (accepted, drafted) of each block
+    judged = blocks(trace)
     kept, drafted = sum(a for a, _ in judged), sum(d for _, d in judged)
     rounds = len(emits)
     end = trace.of("end")
@@ -74,6 +72,23 @@ def summarise(trace: Trace) -> Summary:
         draft_kv_bytes=_last_bytes(trace, "draft"),
         target_kv_bytes=_last_bytes(trace, "target"),
     )
+
+
+def blocks(trace: Trace) -> list[tuple[int, int]]:
+    """(accepted, drafted) of each judged block, in order."""
+    whole = {e.round for e in trace.of("emit")}  # a cut file may end between a verdict and its tokens
+    refused = {e.round: e.count for e in trace.of("reject")}
+    return [(e.count, e.count + refused.get(e.round, 0)) for e in trace.of("accept") if e.round in whole]
+
+
+def wilson(kept: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share `kept` / `n`, 95 % by default; (0, 1) without observations."""
+    if n == 0:
+        return 0.0, 1.0
+    share, z2 = kept / n, z * z
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = z / (1 + z2 / n) * sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _by_position(judged: list[tuple[int, int]]) -> list[float]:

@@ -30,6 +30,7 @@ from masw.quantise import packable, quantised
 from masw.quiet import hush
 from masw.recorder import Recorder
 from masw.snapkv import draft_memory
+from masw.tokenizer import AnyTokenizer
 from masw.trace import Trace
 from masw.zoo import Pair, free_bytes
 
@@ -263,6 +264,25 @@ class Run:
 
     def summary(self) -> Summary:
         return summarise(self.trace)
+
+    def save(self, path: Path) -> None:
+        """Writes the trace, with the text of its tokens."""
+        name_pieces(self.trace, self._pair.target.tokenizer)
+        self.trace.save(path)
+
+
+def name_pieces(trace: Trace, tokenizer: AnyTokenizer) -> None:
+    """Adds the text of each drafted and emitted token id to the header (`pieces`), so that figures need no tokenizer.
+
+    The prompt's text is not in it. Cheap to call again while the trace grows.
+    """
+    pieces: dict[str, str] = trace.header.setdefault("pieces", {})
+    for event in trace.events:
+        if event.kind in ("draft", "emit", "reject"):
+            data = event.data
+            for token in (*data.get("tokens", ()), *(data[k] for k in ("token", "instead") if k in data)):
+                if str(token) not in pieces:
+                    pieces[str(token)] = tokenizer.decode([token])
 
 
 def data_folder() -> Path:

@@ -125,7 +125,7 @@ def run(
             _stream(job, session, echo=not as_json)
         except BaseException:
             if trace is not None:  # whatever went wrong, what was recorded until then is worth having
-                job.trace.save(trace)
+                job.save(trace)
             raise
         reference = difference = None
         if compare and not stop():
@@ -144,7 +144,7 @@ def run(
     else:
         typer.echo(_table(report, job, reference, session))
     if trace is not None:
-        job.trace.save(trace)
+        job.save(trace)
     if stop():
         said = job.summary().tokens
         raise Cancelled("interrupted; the partial answer is the target's own" if said else "interrupted before the first token")
