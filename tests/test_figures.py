@@ -1,0 +1,309 @@
+"""Figures over recorded and partial traces: words, tables, units, colours, glyphs, sizes, and hostile token text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+import torch
+
+from masw import figures as F
+from masw.config import MemoryShape
+from masw.engine import Settings
+from masw.figures.base import COLOURS, GLYPHS, Drawn, canvas, cell, on, stepped
+from masw.figures.memory import state_count
+from masw.figures.timing import rounds_ms
+from masw.methods import METHODS, MemoryOptions
+from masw.metrics import summarise, wilson
+from masw.policies import Rows, evicted, expiry, visible
+from masw.session import RunOptions, Session, name_pieces
+from masw.timeline import FATES, STATES, fates, interleaved, raw_state, readers, sees, shape_of, slot_state, state_at, steps
+from masw.trace import Event, Trace
+from masw.zoo import load_pair
+
+TRACES = sorted((Path(__file__).parents[1] / "data" / "traces").glob("*-*.jsonl"))
+RECORDED = {p.stem: p for p in TRACES if '"type": "header"' in p.read_text(encoding="utf-8")[:40]}
+SHAPES = [
+    MemoryShape(4, 256, 8),
+    MemoryShape(1, 4, 4),
+    MemoryShape(0, 3),
+    MemoryShape(),
+    MemoryShape(2, 8, 1),
+    MemoryShape(2, 5, 4),
+]
+
+
+PROMPT = list(b"The agreement was signed in March by both parties, and a copy")
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    """A run of each method of the table on the tiny pair (random weights, byte tokens)."""
+    session = Session(load_pair("tiny", torch.device("cpu"), torch.float32))
+    options = {m: RunOptions(m, MemoryOptions(2, 8, 4), Settings(24, 5), adaptor="none") for m in METHODS}
+    found = {}
+    for name, option in options.items():
+        run = session.run(PROMPT, option)
+        assert all(True for _ in run)
+        name_pieces(run.trace, session.pair.target.tokenizer)
+        found[name] = run.trace
+    return found
+
+
+def of_one(trace: Trace, template: str = "light") -> list[Drawn]:
+    return [
+        F.token_strip(trace, template=template),
+        F.token_strip(trace, steps=True, template=template),
+        F.kv_map(trace, template=template),
+        F.kv_map(trace, first=trace.header.get("prompt_tokens", 0), play=True, template=template),
+        F.acceptance_histogram(trace, template=template),
+        F.step_latency(trace, template=template),
+    ]
+
+
+def of_many(traces: dict[str, Trace], template: str = "light") -> list[Drawn]:
+    return [
+        F.acceptance_by_position(traces, template=template),
+        F.rolling_acceptance(traces, template=template),
+        F.memory_bytes(traces, template=template),
+        F.latency_parts(traces, template=template),
+        F.first_token(traces, template=template),
+        F.speedup_curve(F.speedup_rows(traces), template=template),
+    ]
+
+
+def of_rows(template: str = "light") -> list[Drawn]:
+    shape = MemoryShape(4, 256, 8)
+    keys = [
+        {"name": "x0", "kind": "sink", "position": 0, "share": 0.5},
+        {"name": "g1", "kind": "slot", "position": 4, "share": 0.5},
+    ]
+    measure = {"set": "t", "method": "masw", "window": 8, "stride": 4, "n": 9, "agreement": 0.5, "nll": 3.0, "kl": 1.0}
+    log: list[dict[str, Any]] = [
+        {"kind": "start", "tokens": 0},
+        {"kind": "measure", "tokens": 0, "rows": [measure, {**measure, "method": "window"}]},
+        {"kind": "step", "tokens": 640, "agreement": 0.4, "nll": 3.1, "kl": 1.1},
+    ]
+    points = [
+        {"method": m, "context": c, "acceptance": 0.5, "ms": 2.0, "p10_ms": 1.0, "p90_ms": 4.0, "n": 5, "floor_ms": 1.0}
+        for m in ("full", "masw")
+        for c in (1024, 4096)
+    ]
+    return [
+        F.slot_birth(
+            ["The", "agreement", "was", "signed", "in", "March", "by", "both", "."], MemoryShape(1, 4, 4), template=template
+        ),
+        F.slot_sources(shape, 1000, template=template),
+        F.visibility_mask(MemoryShape(1, 4, 4), 9, template=template),
+        F.memory_by_context(F.calculator(46_080, {"full": MemoryShape(), "masw": shape}, [1024, 131072]), template=template),
+        F.slot_attention(
+            {"slot": 1, "position": 4, "stride": 4, "keys": keys, "later": [{"position": 5, "share": 0.1}]}, template=template
+        ),
+        F.projection_distance([{"layer": 0, "key": 0.1, "value": 0.2}], template=template),
+        F.failure_distance(
+            [{"method": "masw", "position": 9, "distance": d, "match": 4} for d in (1, 300, None)], template=template
+        ),
+        F.accept_rule(
+            [{"token": "A", "p": 1.0, "q": 1.0, "emitted": 1.0, "broken": 1.0, "drawn": 1.0, "n": 10}], template=template
+        ),
+        F.training_curve({"run": log}, template=template),
+        F.method_bars(
+            [{"method": "masw", "tokens": 2.0, "low": 1.5, "high": 2.5}], "tokens", unit="tokens/iteration", template=template
+        ),
+        F.method_table([{"method": "<b>masw</b>", "tokens": None}], template=template),
+        F.acceptance_by_context(points, template=template),
+        F.latency_by_context(points, template=template),
+        F.sweep(
+            [{"method": "masw", "W": w, "entries": w} for w in (64, 128)],
+            "W",
+            "entries",
+            x_title="W (tokens)",
+            y_title="entries",
+            template=template,
+        ),
+    ]
+
+
+def check(drawn: Drawn, size: int = 700_000) -> None:
+    assert len(drawn.caption) > 10 and len(drawn.alt) > 10, drawn
+    json.dumps(drawn.table)
+    text = drawn.figure.to_json()
+    assert len(text) < size
+    assert "FigureWidget" not in type(drawn.figure).__name__
+    plotted = [
+        t for t in drawn.figure.data if t.type in ("bar", "scatter") and t.x is not None and any(v is not None for v in t.x)
+    ]
+    if plotted:
+        assert drawn.table
+        for axis in drawn.figure.select_xaxes():
+            assert axis.visible is False or axis.title.text
+        for axis in drawn.figure.select_yaxes():
+            assert axis.visible is False or axis.title.text
+    assert "legend" in drawn.figure.layout
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_traces_draw(name: str) -> None:
+    trace = Trace.load(RECORDED[name])
+    assert RECORDED[name].stat().st_size < 300_000
+    for drawn in of_one(trace):
+        check(drawn)
+    assert trace.header["pieces"]
+
+
+def test_recorded_traces_draw_side_by_side() -> None:
+    traces = {name.removeprefix("smollm2-"): Trace.load(path) for name, path in RECORDED.items() if name.startswith("smollm2-")}
+    assert {"none", "full", "window", "masw", "lookup"} <= set(traces)
+    for template in ("light", "dark"):
+        for drawn in of_many(traces, template):
+            check(drawn)
+            assert drawn.table
+    tokens = {name: summarise(t).tokens for name, t in traces.items()}
+    assert all(t == tokens["none"] for t in tokens.values())  # fp32, greedy
+
+
+@pytest.mark.parametrize("template", ["light", "dark"])
+def test_tables_draw(template: str) -> None:
+    for drawn in of_rows(template):
+        check(drawn)
+        assert drawn.table
+    with pytest.raises(ValueError, match="light or dark"):
+        canvas("x", template="blue")
+
+
+@pytest.mark.parametrize("cut", range(0, 60, 3))
+def test_partial_traces_draw(cut: int, traces: dict[str, Trace]) -> None:
+    whole = traces["masw"]
+    part = Trace(whole.header, whole.events[:cut])
+    for drawn in [*of_one(part), *of_many({"masw": part, "none": Trace({})})]:
+        check(drawn)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_states_follow_the_events(method: str, traces: dict[str, Trace]) -> None:
+    """The state that the steps tell is the one that the shape predicts, for every method of the table."""
+    trace = traces[method]
+    shape = shape_of(trace)
+    found = steps(trace)
+    assert [s.index for s in found] == list(range(len(found)))
+    for drawn in of_one(trace):
+        check(drawn)
+    if shape is None or method not in ("full", "window", "masw"):
+        return
+    for s in found:
+        assert s.slots == shape.slots(s.tokens)
+        assert s.evicted == evicted(s.final, shape)
+        for token in range(s.tokens):
+            state = raw_state(token, s, shape)
+            assert state in STATES
+            if token < s.final:
+                assert state == state_at(token, False, s.final, shape)
+        held = sum(raw_state(t, s, shape) in ("sink", "window", "tentative") for t in range(s.tokens))
+        held += sum(slot_state(m, s, shape) is not None for m in range(1, s.slots + 1))
+        assert shape.entries(s.tokens) <= held <= shape.entries(s.tokens) + shape.rollback
+    assert found[-1].tokens - found[-1].final == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_token_has_its_fate(method: str, traces: dict[str, Trace]) -> None:
+    trace = traces[method]
+    found = fates(trace)
+    emitted = [t.id for t in found if t.fate in ("accepted", "correction", "bonus", "target")]
+    assert emitted == summarise(trace).tokens
+    assert sum(t.fate in ("accepted", "rejected") for t in found) == len(trace.of("draft"))
+    for t in found:
+        assert t.fate in FATES and (t.accept is None or 0 <= t.accept <= 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_visibility_is_that_of_the_masks(shape: MemoryShape) -> None:
+    count = 40
+    order = interleaved(count, shape)
+    rows = Rows(0, count, tuple(p for p, s in order if s), shape.stride or 0)
+    times = torch.tensor(rows.times())
+    mask = visible(times, times, expiry(times, shape))
+    ours = [[sees(i, a, j, b, shape) for j, b in order] for i, a in order]
+    assert mask.tolist() == ours
+    for token in range(shape.sinks, count - (shape.window or 0)):
+        slots = (
+            [order[q][0] // shape.stride for q in range(len(order)) if order[q][1] and ours[q][order.index((token, False))]]
+            if shape.stride
+            else []
+        )
+        assert slots == list(readers(token, shape))
+
+
+def test_the_memory_at_token_one_thousand() -> None:
+    assert state_count(MemoryShape(4, 256, 8), 1000) == {"sink": 4, "window": 256, "slot": 125, "evicted": 740}
+    assert MemoryShape(4, 256, 8).entries(1000) == 385
+    assert F.break_even(MemoryShape(4, 512, 8)) == 609
+    assert F.break_even(MemoryShape(4, 512, 1)) is None
+
+
+def test_hostile_tokens_are_shown_as_text() -> None:
+    assert F.visible(" a\n\t\r\x1b\x7f") == "·a⏎⇥␍␛␡"
+    assert F.visible("\ud800x\u202e\u200b") == "�x��"
+    assert F.visible("́") == "◌́"
+    assert F.visible("a" * 50, 10) == "a" * 10 + "…"
+    for bad in ("<script>alert(1)</script>", "$x^2$", '"><img src=x>', "`x`", "</s><a href='javascript:1'>"):
+        shown = F.token_html(bad)
+        assert not set("<>\"'$`") & set(shown.replace("&#36;", "").replace("&#x27;", ""))
+    random = Random(1)
+    for _ in range(300):
+        text = "".join(chr(random.randrange(0x11000)) for _ in range(5))
+        F.token_html(text).encode()  # no lone surrogate
+    assert cell("<$>") == "&lt;&#36;&gt;" and cell(None) == "not measured" and cell(1234567) == "1,234,567"
+
+
+def test_hostile_pieces_never_reach_a_figure_raw() -> None:
+    events = [
+        Event("draft", "draft", 1, 1.0, 5, 1, data={"token": 7, "q": 0.5, "read": 1}),
+        Event("accept", "engine", 1, 1.0, 5, 1, data={"tokens": [7], "p": [0.5], "q": [0.5]}),
+    ]
+    events.append(Event("emit", "engine", 1, 2.0, 5, 2, 1.0, data={"tokens": [7, 8], "roles": ["accepted", "bonus"]}))
+    trace = Trace({"prompt_tokens": 5, "pieces": {"7": "<b>$x$\ud800", "8": "</s>"}}, events)
+    drawn = F.token_strip(trace)
+    strip = next(t for t in drawn.figure.data if t.name == "tokens")
+    assert [x.count("<") for x in strip.text] == [0, 0, 0]
+    assert not any("$" in x.replace("&#36;", "") for x in strip.text)
+    assert [row["fate"] for row in drawn.table] == ["accepted draft", "bonus of the target"]
+    assert list(strip.marker.color) == ["#DDDDDD", "#0072B2", "#56B4E9"]
+
+
+def test_colours_and_glyphs() -> None:
+    wanted = {
+        "accepted": "#0072B2", "rejected": "#D55E00", "correction": "#F0E442", "bonus": "#56B4E9", "pending": "#555555", "sink": "#000000",
+        "slot": "#E69F00", "window": "#56B4E9", "tentative": "#CC79A7", "evicted": "#DDDDDD",
+    }  # fmt: skip
+    assert {k: COLOURS[k] for k in wanted} == wanted
+    for names in (FATES, STATES):
+        assert len({GLYPHS[n] for n in names}) == len(names)
+    assert on("#0072B2") == on("#555555") == "#ffffff" and on("#F0E442") == "#000000"
+    assert F.CONFIG == {"showSendToCloud": False, "displaylogo": False}
+
+
+def test_step_through_needs_no_kernel() -> None:
+    figure = stepped(canvas("x").add_bar(y=[1]), [go.Frame(data=[go.Bar(y=[i])]) for i in range(3)], ["a", "b", "c"])
+    raw = json.loads(figure.to_json())
+    assert [f["name"] for f in raw["frames"]] == ["0", "1", "2"]
+    assert [s["args"][0] for s in raw["layout"]["sliders"][0]["steps"]] == [["0"], ["1"], ["2"]]
+    assert len(raw["layout"]["updatemenus"][0]["buttons"]) == 3
+
+
+def test_parts_of_a_round_add_up(traces: dict[str, Trace]) -> None:
+    trace = traces["masw"]
+    emits = trace.of("emit")
+    for row, emit in zip([r for r in rounds_ms(trace) if r["round"]], emits, strict=True):
+        parts = sum(row[p] for p in ("draft", "verify", "upkeep", "other"))
+        assert parts == pytest.approx(emit.ms, rel=0.05, abs=0.05)
+
+
+def test_wilson_interval() -> None:
+    assert wilson(0, 0) == (0.0, 1.0)
+    low, high = wilson(8, 10)
+    assert (round(low, 3), round(high, 3)) == (0.49, 0.943)  # textbook value
+    assert wilson(0, 10)[0] == 0.0 and wilson(10, 10)[1] == 1.0
