@@ -13,6 +13,7 @@ import torch
 
 from masw import figures as F
 from masw.config import MemoryShape
+from masw.eagle import EagleHead, EagleInfo
 from masw.engine import Settings
 from masw.figures.base import COLOURS, GLYPHS, Drawn, canvas, cell, on, stepped
 from masw.figures.memory import state_count
@@ -41,10 +42,12 @@ PROMPT = list(b"The agreement was signed in March by both parties, and a copy")
 
 
 @pytest.fixture(scope="module")
-def traces() -> dict[str, Trace]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     """A run of each method of the table on the tiny pair (random weights, byte tokens)."""
     session = Session(load_pair("tiny", torch.device("cpu"), torch.float32))
-    options = {m: RunOptions(m, MemoryOptions(2, 8, 4), Settings(24, 5), adaptor="none") for m in METHODS}
+    head = tmp_path_factory.mktemp("eagle") / "head.safetensors"
+    EagleHead.copied(session.pair.target.decoder, EagleInfo(session.pair.target.name)).save(head)
+    options = {m: RunOptions(m, MemoryOptions(2, 8, 4), Settings(24, 5), adaptor="none", eagle=str(head)) for m in METHODS}
     found = {}
     for name, option in options.items():
         run = session.run(PROMPT, option)
@@ -192,7 +195,7 @@ def test_states_follow_the_events(method: str, traces: dict[str, Trace]) -> None
     assert [s.index for s in found] == list(range(len(found)))
     for drawn in of_one(trace):
         check(drawn)
-    if shape is None or method not in ("full", "window", "masw"):
+    if shape is None or shape.budget is not None:
         return
     for s in found:
         assert s.slots == shape.slots(s.tokens)
