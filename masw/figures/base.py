@@ -1,0 +1,197 @@
+"""What every figure shares: colours, glyphs, layout, the step-through, and the record that a figure function returns."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import plotly.graph_objects as go
+
+CONFIG = {"showSendToCloud": False, "displaylogo": False}  # plotly's "share" button would upload the data
+
+# The palette with the largest separation over normal, protan, deutan and tritan sight; a glyph says the same without colour.
+COLOURS = {
+    "accepted": "#0072B2", "rejected": "#D55E00", "correction": "#F0E442", "bonus": "#56B4E9", "pending": "#555555",
+    "prompt": "#DDDDDD", "target": "#BBBBBB",
+    "sink": "#000000", "slot": "#E69F00", "selected": "#009E73", "window": "#56B4E9", "tentative": "#CC79A7", "evicted": "#DDDDDD",
+}  # fmt: skip
+GLYPHS = {
+    "accepted": "✓", "rejected": "✗", "correction": "↻", "bonus": "+", "pending": "…", "prompt": "¶", "target": "=",
+    "sink": "▼", "slot": "◆", "selected": "★", "window": "■", "tentative": "?", "evicted": "×",
+}  # fmt: skip
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#888888", "#999933")
+SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+METHOD_ORDER = ("none", "full", "masw", "window", "snapkv", "hybrid", "eagle", "lookup")
+
+_INK = {"light": "#1a1a1a", "dark": "#f0f0f0"}
+_PAPER = {"light": "#ffffff", "dark": "#15181c"}
+_GRID = {"light": "#e2e2e2", "dark": "#3a3f46"}
+WHITE_TEXT = ("#0072B2", "#555555", "#000000")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure and what it says to someone who cannot see it. `table` holds the same numbers, a row a dict (cells are plain text)."""
+
+    figure: go.Figure
+    caption: str
+    alt: str
+    table: list[dict[str, Any]] = field(repr=False)
+
+
+def cell(value: Any) -> str:
+    """One table cell as escaped HTML; a missing value is said, never shown as 0."""
+    if value is None:
+        return "not measured"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return html.escape(str(value)).replace("&quot;", "&#34;").replace("$", "&#36;")
+
+
+def ink(template: str) -> str:
+    return _INK[_known(template)]
+
+
+def grid(template: str) -> str:
+    return _GRID[_known(template)]
+
+
+def paper(template: str) -> str:
+    return _PAPER[_known(template)]
+
+
+def on(colour: str) -> str:
+    """Text colour that reads on `colour`."""
+    return "#ffffff" if colour in WHITE_TEXT else "#000000"
+
+
+def canvas(title: str, *, x: str = "", y: str = "", template: str = "light", height: int = 420, **layout: Any) -> go.Figure:
+    """An empty figure in the house style; `x` and `y` are axis titles, with units."""
+    line = {"gridcolor": grid(template), "zerolinecolor": grid(template), "linecolor": ink(template), "automargin": True}
+    figure = go.Figure()
+    figure.update_layout(
+        template="plotly_dark" if template == "dark" else "plotly_white",
+        title={"text": title, "x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top", "pad": {"l": 12, "t": 14}, "font": {"size": 16}},
+        font={"family": "system-ui, sans-serif", "size": 13, "color": ink(template)},
+        paper_bgcolor=paper(template),
+        plot_bgcolor=paper(template),
+        colorway=list(SERIES),
+        height=height,
+        margin={"l": 60, "r": 20, "t": 56, "b": 60},
+        # under the title, growing downwards: on a narrow page it takes more lines and pushes the plot, never the title
+        legend={
+            "orientation": "h",
+            "yref": "container",
+            "y": 1 - 46 / height,
+            "yanchor": "top",
+            "x": 0,
+            "font": {"size": 12},
+            "traceorder": "normal",
+        },
+        hoverlabel={"font": {"family": "ui-monospace, monospace", "size": 12}},
+        **layout,
+    )
+    figure.update_xaxes(title_text=x, **line)
+    figure.update_yaxes(title_text=y, **line)
+    return figure
+
+
+def empty(title: str, why: str, *, template: str = "light") -> Drawn:
+    """A figure that says in words why there is nothing to draw."""
+    figure = canvas(title, template=template, height=180)
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    figure.add_annotation(text=html.escape(why), showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font={"size": 14})
+    return Drawn(figure, why, f"{title}: {why}", [])
+
+
+def legend_entries(figure: go.Figure, names: Iterable[str], labels: Mapping[str, str], template: str = "light") -> None:
+    """Legend entries (colour, glyph and words) for bars whose colours are given one by one."""
+    for name in names:
+        figure.add_bar(
+            x=[None], y=[None], name=f"{GLYPHS[name]} {labels.get(name, name)}", marker=swatch(name, template), orientation="h",
+            hoverinfo="skip",
+        )  # fmt: skip
+
+
+def swatch(name: str, template: str = "light") -> dict[str, Any]:
+    """Marker of a state or fate: colour, an outline where it would drown in the page, hatching for what is gone."""
+    marker: dict[str, Any] = {"color": COLOURS[name], "line": {"width": 1, "color": outline(name, template)}}
+    if name == "evicted":
+        marker["pattern"] = {"shape": "/", "fgcolor": "#777777", "size": 6, "solidity": 0.25}
+    return marker
+
+
+def outline(name: str, template: str = "light") -> str:
+    return "#ffffff" if name == "sink" and template == "dark" else "#777777" if COLOURS[name] == "#DDDDDD" else COLOURS[name]
+
+
+def style(index: int) -> dict[str, Any]:
+    """Colour, symbol and dash of a series: three ways to tell it apart."""
+    return {
+        "line": {"color": SERIES[index % len(SERIES)], "dash": DASHES[index % len(DASHES)], "width": 2},
+        "marker": {"color": SERIES[index % len(SERIES)], "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 9},
+    }
+
+
+def method_style(method: str) -> dict[str, Any]:
+    """The same style for a method in every figure."""
+    return style(METHOD_ORDER.index(method) if method in METHOD_ORDER else sum(map(ord, method)))
+
+
+def stepped(figure: go.Figure, frames: Sequence[go.Frame], labels: Sequence[str], what: str = "step", ms: int = 500, redraw: bool = True
+) -> go.Figure:
+    """Adds a slider, play (two speeds) and pause. Frames live in the figure, so no kernel is needed to step through them.
+
+    Frames that move points alone need no `redraw`; bars do.
+    """
+    named = [go.Frame(data=f.data, traces=f.traces, layout=f.layout, name=str(i)) for i, f in enumerate(frames)]
+    figure.frames = named
+
+    def animate(names: list[str] | list[None] | None, duration: int, mode: str = "immediate") -> list[Any]:
+        timing = {"frame": {"duration": duration, "redraw": redraw}, "transition": {"duration": 0}, "fromcurrent": True}
+        return [names, {**timing, "mode": mode}]
+
+    buttons = [("▶ play", animate(None, ms)), ("▶▶ fast", animate(None, ms // 4)), ("⏸ pause", animate([None], 0))]
+    figure.update_layout(
+        updatemenus=[
+            {
+                "type": "buttons", "direction": "left", "showactive": False, "x": 0, "xanchor": "left", "y": -0.12, "yanchor": "top",
+                "pad": {"t": 34, "r": 8}, "font": {"color": "#1a1a1a", "size": 12}, "bgcolor": "#eeeeee",
+                "buttons": [{"label": label, "method": "animate", "args": args} for label, args in buttons],
+            }
+        ],
+        sliders=[
+            {
+                "active": 0, "x": 0, "len": 1.0, "y": -0.12, "yanchor": "top", "pad": {"t": 76, "b": 8}, "ticklen": 0,
+                "minorticklen": 0, "font": {"color": "rgba(0,0,0,0)", "size": 1},
+                "currentvalue": {"prefix": f"{what} ", "xanchor": "right", "font": {"size": 13, "color": figure.layout.font.color}},
+                "steps": [
+                    {"label": label, "method": "animate", "args": animate([str(i)], 0)} for i, label in enumerate(labels)
+                ],
+            }
+        ],
+    )  # fmt: skip
+    figure.update_layout(height=(figure.layout.height or 420) + 130, margin={"b": 190})
+    return figure
+
+
+def describe_run(header: Mapping[str, Any]) -> str:
+    """Which run a figure shows, for captions."""
+    memory = header.get("memory") or {}
+    size = ", ".join(f"{s} {memory[k]}" for s, k in (("S", "sinks"), ("W", "window"), ("r", "stride")) if memory.get(k))
+    adaptor = header.get("adaptor")
+    slots = "" if adaptor is None else ", trained slots" if adaptor.get("file") else ", untrained slots"
+    prompt = int(header.get("prompt_tokens", 0))
+    return f"{header.get('pair', '?')}, method {header.get('method', '?')}{f' ({size}{slots})' if size else ''}, {prompt:,} prompt tokens"
+
+
+def _known(template: str) -> str:
+    if template not in _INK:
+        raise ValueError(f"template must be light or dark, not {template!r}")
+    return template
