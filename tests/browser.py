@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,13 @@ class Opened:
     page: Any
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+
+    def wait(self, expression: str, seconds: float = 180.0) -> None:
+        """Until the page's `expression` holds. Asked from here: a page's content security policy may forbid it to poll by itself."""
+        until = time.monotonic() + seconds
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < until, f"not within {seconds:g} s: {expression}; {self.errors}"
+            time.sleep(0.1)
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def test_the_page_brings_plotly_once_and_names_no_other_host(report: Path) -> No
 def test_the_page_opens_offline_with_every_figure_drawn(report: Path, width: int, dark: bool) -> None:
     with opened(file_address(report / "report.html"), width=width, dark=dark) as seen:
         page = seen.page
-        page.wait_for_function("document.documentElement.dataset.figures === 'drawn'", timeout=120_000)
+        seen.wait("document.documentElement.dataset.figures === 'drawn'")
         assert seen.errors == [] and seen.requests == [file_address(report / "report.html")]
         assert page.evaluate("[...document.querySelectorAll('figure .plot')].every((p) => p.querySelector('.main-svg'))")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -149,11 +149,11 @@ def test_the_page_opens_offline_with_every_figure_drawn(report: Path, width: int
         if dark:  # a sink is black: it needs an outline on a dark page
             assert page.evaluate("document.querySelector('.plot').data[0].marker.line.color") == "#ffffff"
             page.click("#theme")
-            page.wait_for_function("document.documentElement.dataset.figures === 'drawn'", timeout=120_000)
+            seen.wait("document.documentElement.dataset.figures === 'drawn'")
             assert page.evaluate("document.documentElement.dataset.theme") == "light"
             assert page.evaluate("document.querySelector('.plot').layout.paper_bgcolor") == "#ffffff"
         page.evaluate("Plotly.animate(document.querySelector('.plot'), ['2'])")  # frames need no kernel
-        page.wait_for_function("document.querySelector('.plot').data[0].y[0] === 2", timeout=30_000)
+        seen.wait("document.querySelector('.plot').data[0].y[0] === 2")
 
 
 # ---- bad input: refused before a kernel starts

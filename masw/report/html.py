@@ -158,11 +158,14 @@ def _output(output: Any, figure_id: str) -> str:
         alt = about.get(PLOTLY_MIME, {}).get("masw", {}).get("alt") or "Figure without a description."
         # "<" never stands in the data as such, so that no text of a token can close the element.
         packed = json.dumps(data[PLOTLY_MIME], separators=(",", ":")).replace("<", "\\u003c")
+        title = data[PLOTLY_MIME].get("layout", {}).get("title", {}).get("text", "")
+        title = _unescape(re.sub(r"<[^>]+>", " ", title))
+        heading = f'<p class="plot-title">{escape(title)}</p>' if title else ""
         height = data[PLOTLY_MIME].get("layout", {}).get("height") or 450
         return (
-            f'<figure id="{figure_id}"><p class="sr" id="{figure_id}-alt">{escape(alt)}</p>'
-            f'<div class="plot" role="group" aria-roledescription="figure" aria-describedby="{figure_id}-alt" '
-            f'aria-label="Figure" style="min-height:{int(height)}px"></div>'
+            f'<figure id="{figure_id}">{heading}<p class="sr" id="{figure_id}-alt">{escape(alt)}</p>'
+            f'<div class="wide"><div class="plot" role="group" aria-roledescription="figure" aria-describedby="{figure_id}-alt" '
+            f'aria-label="{escape(title) or "Figure"}" style="min-height:{int(height)}px"></div></div>'
             f'<script type="application/json">{packed}</script></figure>'
         )
     if "text/html" in data:

@@ -4,12 +4,14 @@
   const system = matchMedia("(prefers-color-scheme: dark)");
   const figures = [...document.querySelectorAll("figure")].filter((f) => f.querySelector(".plot"));
   const SWAP = { "#1a1a1a": "#f0f0f0", "#e2e2e2": "#3a3f46", "#2a3f5f": "#f0f0f0", "#ebf0f8": "#3a3f46", "#555555": "#9a9fa6" };
+  const PAPER = "#15181c";
   let chosen = null, drawing = 0;
 
   const dark = () => (chosen === null ? system.matches : chosen);
 
   // Ink, grid and paper of the light figures become those of the dark page; what stands on a light button stays.
   function swap(value, key) {
+    if (typeof value === "string" && key === "bgcolor") return value.toLowerCase().replace(/^#fff(fff)?$/, PAPER).replace(/^rgba\(255, ?255, ?255,/, "rgba(21,24,28,");
     if (typeof value === "string") return (/color/i.test(key) && SWAP[value.toLowerCase()]) || value;
     if (Array.isArray(value)) return value.map((v) => swap(v, key));
     if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, k === "updatemenus" ? v : swap(v, k)]));
@@ -24,10 +26,24 @@
   function themed(figure) {
     if (!dark()) return figure;
     const made = swap(figure, "");
-    made.layout = { ...made.layout, paper_bgcolor: "#15181c", plot_bgcolor: "#15181c" };
+    made.layout = { ...made.layout, paper_bgcolor: PAPER, plot_bgcolor: PAPER };
     outlined(made.data);
     for (const frame of made.frames || []) outlined(frame.data);
     return made;
+  }
+
+  // Axis titles break into lines where they would be cut off.
+  function broken(layout, width) {
+    for (const [key, axis] of Object.entries(layout)) {
+      if (!/^[xy]axis/.test(key) || !axis.title?.text) continue;
+      const room = (key[0] === "x" ? width - 110 : (layout.height || 450) * 0.6) / 7.5;
+      let line = "", lines = [];
+      for (const word of axis.title.text.split(" ")) {
+        if (line && (line + " " + word).length > room) { lines.push(line); line = word; } else line = line ? line + " " + word : word;
+      }
+      axis.title.text = [...lines, line].join("<br>");
+    }
+    return layout;
   }
 
   async function draw(element, turn) {
@@ -35,7 +51,10 @@
     element.masw ??= JSON.parse(element.querySelector("script").textContent);
     const { data, layout, frames, config } = structuredClone(themed(element.masw));
     if (plot.data) Plotly.purge(plot);
-    await Plotly.newPlot(plot, { data, frames, layout: { ...layout, width: undefined, autosize: true }, config: { ...config, responsive: true, displaylogo: false, showSendToCloud: false } });
+    if (layout.meta?.min_width) plot.style.minWidth = layout.meta.min_width + "px"; // rather scroll than shrink letters
+    const margin = layout.title ? { ...layout.margin, t: Math.max(16, (layout.margin?.t ?? 100) - 36) } : layout.margin;
+    const shown = { ...broken(layout, plot.clientWidth), title: undefined, margin, width: undefined, autosize: true }; // the title stands above, as text
+    await Plotly.newPlot(plot, { data, frames, layout: shown, config: { ...config, responsive: true, displaylogo: false, showSendToCloud: false } });
     element.dataset.drawn = String(turn);
   }
 
