@@ -177,6 +177,15 @@ def draft_of(spec: str) -> str:
     return spec if Path(spec).expanduser().is_dir() else spec.split(":", 1)[0]
 
 
+def target_of(spec: str) -> str:
+    """The word for the target alone in `spec`."""
+    spec = spec.strip()
+    resolve_pair(spec)
+    if spec in PRESETS:
+        return PRESETS[spec].target
+    return spec if Path(spec).expanduser().is_dir() else spec.split(":", 1)[-1]
+
+
 def resolve_model(name: str) -> Reference:
     """One model: an alias, a self-pair's name, a folder in the hub's layout (or the hub's cache layout), or a hub id."""
     name = name.strip()

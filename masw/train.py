@@ -2,34 +2,25 @@
 
 One process, or several under `torchrun` (each takes its share of a batch's rows). A run lives in a folder:
 
-    recipe.json          what was asked; a resumed run must ask the same
-    last.pt              parameters, optimiser, position; replaced atomically
-    log.jsonl            one line a step or measurement; cut back to the checkpoint when a run resumes
-    best.safetensors     the adaptor with the best held-out agreement so far
-    adaptor.safetensors  the adaptor as it was last saved
+    recipe.json, last.pt, log.jsonl   see masw.trainloop
+    best.safetensors                  the adaptor with the best held-out agreement so far
+    adaptor.safetensors               the adaptor as it was last saved
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
 import math
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from masw.adaptor import Adaptor, AdaptorInfo
@@ -39,14 +30,11 @@ from masw.data import Answers, Texts
 from masw.decoder import Decoder
 from masw.distil import NOTHING, Passes, Score, full_hidden, head_loss, score
 from masw.errors import Cancelled, MaswError, UsageError
-from masw.files import replacing
-from masw.linear import dense
-from masw.packages import write_json
 from masw.provenance import provenance
 from masw.quiet import hush
+from masw.trainloop import Listener, RunFolder, caught_signals, checked, learning_rate, matmul_parameters, matmul_rate
 
 FORMAT = 1
-Listener = Callable[[dict[str, Any]], None]  # gets every line of the log
 
 
 class TrainConfig(BaseModel):
@@ -106,14 +94,7 @@ _FREE = ("checkpoint_s", "checkpoint_steps", "patience", "q_rank", "attention", 
 
 def recipe(**fields: Any) -> TrainConfig:
     """A TrainConfig; raises UsageError with the first bad value."""
-    try:
-        return TrainConfig(**fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "recipe"
-        raise UsageError(
-            f"{where.replace('_', ' ')}: {first['msg'].removeprefix('Value error, ')} (got {first.get('input')!r:.80})"
-        ) from None
+    return checked(TrainConfig, **fields)
 
 
 @dataclass(frozen=True)
@@ -208,7 +189,7 @@ def train(
     last good checkpoint stays.
     """
     run = _Run(config, decoder, texts, answers, held, folder, separator, listener, start)
-    with _caught_signals() as caught:
+    with caught_signals() as caught:
         return run.go(caught, max_steps, max_seconds)
 
 
@@ -230,7 +211,7 @@ class _Run:
         if config.init != (start.about["sha256"] if start else ""):
             raise ValueError("the recipe's init is the sha256 of the adaptor that the run starts from")
         self.start = start
-        self.config, self.decoder, self.held, self.folder, self.listener = config, decoder, held, folder, listener
+        self.config, self.decoder, self.held, self.folder = config, decoder, held, RunFolder(folder, listener)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         longest = max(s.length for s in config.parsed())
         if longest > decoder.config.max_position:
@@ -310,11 +291,11 @@ class _Run:
                 saved = time.monotonic()
             if interrupted:
                 raise Cancelled(
-                    f"stopped at step {self.step:,} of {curriculum.steps:,}; the same command goes on from {self.folder}"
+                    f"stopped at step {self.step:,} of {curriculum.steps:,}; the same command goes on from {self.folder.path}"
                 )
             if done:
                 tokens = curriculum.tokens_before(self.step)
-                return Result(self.adaptor, self.step, curriculum.steps, tokens, self.folder, self.measured)
+                return Result(self.adaptor, self.step, curriculum.steps, tokens, self.folder.path, self.measured)
             self._advance(rate)
 
     def _advance(self, rate: float) -> None:
@@ -349,11 +330,9 @@ class _Run:
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine over the tokens of the whole recipe."""
-        c = self.config
-        if step < c.warmup_steps:
-            return c.lr * (step + 1) / c.warmup_steps
-        done = self.curriculum.tokens_before(step) / self.curriculum.tokens_before(self.curriculum.steps)
-        return c.lr * (c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+        c, before = self.config, self.curriculum.tokens_before
+        done = before(step) / before(self.curriculum.steps)
+        return learning_rate(step, done, top=c.lr, least=c.min_lr, warmup=c.warmup_steps)
 
     def _update(self, batch: Batch, lr: float) -> tuple[Score, float]:
         """One optimiser step; sums of the loss over all workers' rows, and the gradient's norm before clipping."""
@@ -372,21 +351,14 @@ class _Run:
                 found += part
                 loss.backward()  # of a loss that is not a number too: the other workers wait for this one's gradients
         if self._any(not math.isfinite(found.loss)):
-            raise self._diverged("loss")
+            raise self.folder.diverged("loss", self.step)
         norm = float(nn.utils.clip_grad_norm_(self.adaptor.parameters(), self.config.clip))
         if not math.isfinite(norm):
-            raise self._diverged("gradient")
+            raise self.folder.diverged("gradient", self.step)
         for group in self.optimiser.param_groups:
             group["lr"] = lr
         self.optimiser.step()
         return found if self.world == 1 else _summed(found, self.decoder.device), norm
-
-    def _diverged(self, what: str) -> MaswError:
-        kept = "its last good checkpoint stays" if (self.folder / "last.pt").exists() else "no checkpoint was written yet"
-        return MaswError(
-            f"the {what} is not a number at step {self.step + 1:,}; {kept} in {self.folder}: "
-            "lower the learning rate and start anew"
-        )
 
     def _any(self, mine: bool) -> bool:
         """Whether any worker says so."""
@@ -440,45 +412,22 @@ class _Run:
     def _open(self) -> None:
         """Goes on from the checkpoint, or starts the folder."""
         wanted = {"format": FORMAT, "data": self.data, **self.config.model_dump(mode="json", exclude=set(_FREE))}
-        path = self.folder / "recipe.json"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                # A recipe older than one of today's options was made with what is that option's default.
-                found = {k: f.default for k, f in TrainConfig.model_fields.items()} | json.loads(path.read_text(encoding="utf-8"))
-                other = [key for key in wanted if found.get(key) != wanted[key]]
-                if other:
-                    raise UsageError(
-                        f"{self.folder} holds a run with another {other[0].replace('_', ' ')} "
-                        f"({found.get(other[0])}, not {wanted[other[0]]}); name another run"
-                    )
-            elif self.rank == 0:
-                write_json(path, wanted)
-        except OSError as error:
-            raise _disk_error(error, self.folder) from None
-        except (ValueError, TypeError):
-            raise UsageError(f"{path} is not a recipe that masw wrote; name another run") from None
-        if (self.folder / "last.pt").exists():
-            self._load()
+        # A recipe older than one of today's options was made with what is that option's default.
+        defaults = {name: field.default for name, field in TrainConfig.model_fields.items()}
+        self.folder.claim(wanted, defaults, first=self.rank == 0)
+        self.folder.restore(self.decoder.device, self._take_state)
         if self.rank == 0:
-            _cut_log(self.folder / "log.jsonl", self.step)
+            self.folder.cut_log(self.step)
 
-    def _load(self) -> None:
-        path = self.folder / "last.pt"
-        try:
-            state = torch.load(path, map_location=self.decoder.device, weights_only=True)
-            with torch.no_grad():
-                for name, parameter in self.adaptor.named_parameters():
-                    parameter.copy_(state["adaptor"][name])
-            self.optimiser.load_state_dict(state["optimiser"])
-            self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]
-            self.curriculum.drawn.update(state["drawn"])
-            self.measured = state["measured"]
-            torch.set_rng_state(state["rng"].cpu())
-        except Exception as error:  # torch.load raises a dozen kinds for a damaged file
-            raise MaswError(
-                f"the checkpoint {path} cannot be read ({type(error).__name__}); delete it to start the run anew"
-            ) from None
+    def _take_state(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.adaptor.named_parameters():
+                parameter.copy_(state["adaptor"][name])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]
+        self.curriculum.drawn.update(state["drawn"])
+        self.measured = state["measured"]
+        torch.set_rng_state(state["rng"].cpu())
 
     def _save(self) -> None:
         """Checkpoint and adaptor, each whole or not at all."""
@@ -493,14 +442,7 @@ class _Run:
             "since_best": self.since_best,
             "measured": self.measured,
         }
-        path = self.folder / "last.pt"
-        try:
-            with replacing(path) as partial, partial.open("wb") as stream:
-                torch.save(state, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-        except (OSError, RuntimeError) as error:
-            raise _disk_error(error, self.folder) from None
+        self.folder.save(state)
         self._write_adaptor("adaptor.safetensors")
         self.unsaved = False
 
@@ -508,7 +450,7 @@ class _Run:
         init: dict[str, Any] = {"init": self.start.about} if self.start else {}
         try:
             self.adaptor.save(
-                self.folder / name,
+                self.folder.path / name,
                 q_rank=self.config.q_rank,
                 decoder=self.decoder,
                 trained=provenance(self.decoder.device, self.decoder.dtype),
@@ -523,14 +465,7 @@ class _Run:
             raise MaswError(str(error)) from None
 
     def _log(self, line: dict[str, Any]) -> None:
-        line = {"step": self.step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **line}
-        try:
-            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise _disk_error(error, self.folder) from None
-        if self.listener is not None:
-            self.listener(line)
+        self.folder.log(self.step, line)
 
 
 @dataclass
@@ -578,28 +513,6 @@ def measure(
     return rows
 
 
-def matmul_parameters(decoder: Decoder) -> int:
-    """Parameters that every token is multiplied with: all matrices, the embedding only as the head."""
-    w = decoder.weights
-    return dense(w.head).numel() + sum(
-        dense(t).numel() for layer in w.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down)
-    )
-
-
-def matmul_rate(decoder: Decoder, rows: int = 512) -> float:
-    """FLOP/s of the model's widest linear on `rows` rows, the pace that a perfect step would keep."""
-    weight = dense(decoder.weights.layers[0].gate_up)
-    x = torch.ones(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    best = math.inf
-    for _ in range(6):
-        before = time.perf_counter()
-        F.linear(x, weight)
-        if weight.is_cuda:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - before)
-    return 2 * rows * weight.numel() / best
-
-
 def _rounded(found: Score) -> dict[str, Any]:
     means = found.means()
     return {"n": found.count, **{key: round(means[key], 4) for key in ("agreement", "nll", "kl")}}
@@ -637,54 +550,6 @@ def _randomise(adaptor: Adaptor) -> None:
         parameter.copy_(torch.randn_like(parameter) * parameter.std())
 
 
-def _cut_log(path: Path, step: int) -> None:
-    """Drops lines that are younger than the checkpoint, and a torn last line."""
-    try:
-        if not path.exists():
-            return
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                break
-        with replacing(path) as partial:
-            partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    except OSError as error:
-        raise _disk_error(error, path.parent) from None
-
-
-def _disk_error(error: Exception, folder: Path) -> MaswError:
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error).splitlines()[0][:160]
-    return MaswError(
-        f"cannot write to {folder} ({reason}); the last checkpoint there is whole: free some space and run the same command"
-    )
-
-
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
-
-
-@contextmanager
-def _caught_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them; a second one takes its usual course."""
-    caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-
-    def catch(number: int, _frame: Any) -> None:
-        caught.append(number)
-        signal.signal(number, before[signal.Signals(number)])
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, catch)
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,7 +8,7 @@ import warnings
 
 import typer
 
-from masw.cli import bench, doctor, evaluate, models, report, run, train
+from masw.cli import bench, doctor, evaluate, models, report, run, train, train_eagle
 from masw.errors import MaswError, plain_words
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command(name="run")(run.run)
 app.command(name="train")(train.train)
+app.command(name="train-eagle")(train_eagle.train_eagle)
 app.command(name="eval-adaptor")(evaluate.eval_adaptor)
 app.command(name="bench")(bench.bench)
 app.command(name="doctor")(doctor.doctor)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from masw.errors import Cancelled, MaswError, UsageError
+from masw.cli.training import Display, interruptible, note
+from masw.errors import MaswError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
     from masw.corpus import Sources
-    from masw.train import Result, TrainConfig
+    from masw.train import Result
 
 SOURCE = "a .jsonl or .jsonl.gz file, a folder of text, hub:OWNER/NAME[:SPLIT], or a folder of tokens. Repeatable."
 
@@ -102,7 +100,7 @@ def train(
 ) -> None:
     """Train the mirrored projections of a draft's memory slots. The backbone stays as it is; the same command goes on."""
     started = time.monotonic()
-    with _interruptible():
+    with interruptible():
         from masw.adaptor import read_info
         from masw.catalogue import draft_of
         from masw.corpus import Sources, held_rows
@@ -156,7 +154,7 @@ class _Job:
     def rank(self) -> int:
         return int(os.environ.get("RANK", "0"))
 
-    def run(self, max_steps: int | None, max_seconds: float | None, started: float) -> tuple[Result | None, _Display | None]:
+    def run(self, max_steps: int | None, max_seconds: float | None, started: float) -> tuple[Result | None, Display | None]:
         """The result, and what was shown on the way; (None, None) in a worker that is not the first."""
         import torch.distributed as dist
 
@@ -198,14 +196,14 @@ class _Job:
 
     def _train(
         self, device: torch.device, max_steps: int | None, max_seconds: float | None, started: float
-    ) -> tuple[Result | None, _Display | None]:
+    ) -> tuple[Result | None, Display | None]:
         from masw import corpus
         from masw import train as training
         from masw.devices import resolve_dtype
         from masw.store import cache_root
         from masw.zoo import load_pair
 
-        say = _note if self.rank == 0 else _quiet
+        say = note if self.rank == 0 else _quiet
         model = load_pair(self.name, device, resolve_dtype(self.dtype, device)).draft
         longest = max(length for length, _ in self.held)
         if longest > model.config.max_position:
@@ -219,7 +217,7 @@ class _Job:
         if config.eval_tokens and not read.held:
             say("nothing is measured on the way, and no best adaptor chosen: name --valid and --valid-answers for that")
         listeners: list[Callable[[dict[str, Any]], None]] = [_tensorboard(self.out)] if self.tensorboard and not self.rank else []
-        show = _Display(config)
+        show = Display()
 
         def listen(line: dict[str, Any]) -> None:
             for listener in (show.line, *listeners):
@@ -234,78 +232,6 @@ class _Job:
         finally:
             show.close()
         return (result, show) if self.rank == 0 else (None, None)
-
-
-class _Display:
-    """Progress with ETA on standard error: a bar on a terminal, a line now and then elsewhere. Keeps what a summary needs."""
-
-    EVERY_S = 60.0
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self.losses: list[float] = []
-        self.last: dict[str, Any] = {}  # line of the last step
-        self.tokens, self.seconds = 0, 0.0  # trained in this session
-        self._bar: Any = None
-        self._told = -self.EVERY_S
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds else None
-
-    def line(self, line: dict[str, Any]) -> None:
-        if line["kind"] == "start":
-            self._open(line)
-        elif line["kind"] == "step":
-            self._step(line)
-        else:
-            self._measure(line)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def _open(self, line: dict[str, Any]) -> None:
-        from tqdm import tqdm
-
-        how = f"going on from step {line['step']:,}" if line["step"] else "starting"
-        workers = f", {line['workers']} workers" if line["workers"] > 1 else ""
-        _note(
-            f"{how}: {line['steps']:,} steps, {line['all_tokens']:,} tokens on {line['device']} ({line['dtype']}{workers}, "
-            f"GEMM {line['gemm_gflops']:,} GFLOP/s)"
-        )
-        self._done = line["tokens"]
-        self._bar = tqdm(
-            total=line["all_tokens"], initial=line["tokens"], unit="tok", unit_scale=True, file=sys.stderr, disable=None
-        )
-
-    def _step(self, line: dict[str, Any]) -> None:
-        tokens = line["tokens"] - self._done
-        self._done = line["tokens"]
-        self.tokens, self.seconds, self.last = self.tokens + tokens, self.seconds + tokens / line["tokens_per_s"], line
-        self.losses.append(line["loss"])
-        self._bar.update(tokens)
-        self._bar.set_postfix_str(f"loss {self.loss:.3f}, {line['floor_share']:.2f} of the floor", refresh=False)
-        now = time.monotonic()
-        if self._bar.disable and now - self._told >= self.EVERY_S:
-            self._told = now
-            _note(
-                f"step {line['step']:,}, {line['tokens']:,} tokens: loss {self.loss:.3f}, {line['tokens_per_s']:,.0f} tokens/s "
-                f"({line['floor_share']:.2f} of the floor), {_hours(line['eta_s'])} left"
-            )
-
-    def _measure(self, line: dict[str, Any]) -> None:
-        from tqdm import tqdm
-
-        best = ", the best so far" if line["best"] else ""
-        with tqdm.external_write_mode(file=sys.stderr):
-            _note(f"{line['tokens']:,} tokens: held-out agreement {line['agreement']:.4f}{best} ({line['seconds']:.0f} s)")
-
-    @property
-    def loss(self) -> float:
-        """Mean of the last steps: single steps differ in window, stride and kind of row."""
-        recent = self.losses[-20:]
-        return sum(recent) / len(recent)
 
 
 def _tensorboard(folder: Path) -> Callable[[dict[str, Any]], None]:
@@ -336,7 +262,7 @@ def _tensorboard(folder: Path) -> Callable[[dict[str, Any]], None]:
     return listen
 
 
-def _report(result: Result, show: _Display) -> dict[str, Any]:
+def _report(result: Result, show: Display) -> dict[str, Any]:
     """The object that --json prints; null where a thing was not measured."""
     best = result.folder / "best.safetensors"
     return {
@@ -355,7 +281,7 @@ def _report(result: Result, show: _Display) -> dict[str, Any]:
     }
 
 
-def _summary(result: Result, show: _Display) -> str:
+def _summary(result: Result, show: Display) -> str:
     """Speed, loss and measure come last."""
     from masw.cli.display import columns
 
@@ -386,30 +312,5 @@ def _whole(option: str, text: str) -> tuple[int, ...]:
     return tuple(numbers(option, text))
 
 
-def _hours(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
-
-
-def _note(text: str) -> None:
-    typer.echo(f"masw: {text}", err=True)
-
-
 def _quiet(text: str) -> None:
     """A worker that is not the first."""
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM is as good as Ctrl-C, and both are one line; the training itself answers them with a checkpoint."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Cancelled("interrupted outside a training step; the same command goes on") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
