@@ -67,16 +67,13 @@ class EagleHead(nn.Module):
     @staticmethod
     @torch.no_grad()
     def copied(target: Decoder, info: EagleInfo, *, dtype: torch.dtype | None = None, seed: int = 0) -> EagleHead:
-        """The untrained head: the target's last layer, behind an fc that passes the feature on and adds a little of the embedding."""
+        """The untrained head: a random fc, and the target's last layer with its two outputs at zero, so that it adds nothing yet."""
         c = target.config
         head = EagleHead(c, info, dtype=dtype or target.dtype, device=target.device)
         for name, parameter in head.layer.items():
-            parameter.copy_(dense(getattr(target.weights.layers[-1], name)))
+            parameter.copy_(torch.zeros(()) if name in ("out", "down") else dense(getattr(target.weights.layers[-1], name)))
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(c.hidden, 2 * c.hidden, generator=generator, dtype=torch.float64) * (2 * c.hidden) ** -0.5
-        noise[:, c.hidden :] *= 0.1
-        noise[:, c.hidden :].diagonal().add_(1.0)
-        head.fc.copy_(noise)
+        head.fc.copy_(torch.randn(head.fc.shape, generator=generator, dtype=torch.float64) * (2 * c.hidden) ** -0.5)
         return head.requires_grad_(False)
 
     def decoder(self, target: Decoder) -> Decoder:
@@ -87,9 +84,7 @@ class EagleHead(nn.Module):
 
     def inputs(self, target: Decoder, tokens: Tensor, before: Tensor) -> Tensor:
         """Layer input [B, T, H] of `tokens` [B, T] and the features `before` them [B, T, H]."""
-        c = self.config
-        embedded = F.rms_norm(F.embedding(tokens, target.weights.embed), (c.hidden,), None, c.norm_eps)
-        return F.linear(torch.cat((embedded, before), dim=-1), self.fc.to(target.dtype))
+        return F.linear(fused(target, tokens, before), self.fc.to(target.dtype))
 
     def forward(self, target: Decoder, tokens: Tensor, before: Tensor, memory: AnyMemory) -> Tensor:
         """Predicted hidden states [B, T, H] behind `tokens` [B, T], to be normed like the target's own."""
@@ -136,6 +131,13 @@ class EagleHead(nn.Module):
                     )
                 parameter.copy_(stored)
         return head.requires_grad_(False)
+
+
+def fused(target: Decoder, tokens: Tensor, before: Tensor) -> Tensor:
+    """What fc reads [B, T, 2H]: normed embeddings of `tokens` [B, T] beside the features `before` them [B, T, H]."""
+    c = target.config
+    embedded = F.rms_norm(F.embedding(tokens, target.weights.embed), (c.hidden,), None, c.norm_eps)
+    return torch.cat((embedded, before), dim=-1)
 
 
 def before(features: Tensor) -> Tensor:

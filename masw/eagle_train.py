@@ -25,12 +25,13 @@ from masw.data import Texts
 from masw.decoder import Decoder
 from masw.dense import DenseMemory
 from masw.distil import NOTHING, Passes, Score, head_loss
-from masw.eagle import EagleHead, EagleInfo, before
+from masw.eagle import EagleHead, EagleInfo, before, fused
 from masw.errors import Cancelled, MaswError, UsageError
 from masw.provenance import provenance
 from masw.trainloop import Listener, RunFolder, caught_signals, checked, learning_rate, matmul_parameters, matmul_rate
 
 FORMAT = 1
+RIDGE = 0.01  # of the mean square of what fc reads
 HEAD_FILE = "head.safetensors"
 
 
@@ -52,6 +53,7 @@ class EagleConfig(BaseModel):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(0.5, gt=0)
+    fit_tokens: int = Field(16_384, ge=0)  # fc starts as the best linear predictor on the first so many tokens; 0: random
     seed: int = Field(0, ge=0)
     checkpoint_s: float = Field(300.0, gt=0)
     checkpoint_steps: int = Field(0, ge=0)  # 0: by time alone
@@ -134,6 +136,22 @@ class HeadPass:
         return config.regression * regression + config.kl * distance, float(regression.detach()), score
 
     @torch.no_grad()
+    def fit(self, head: EagleHead, rows: list[Tensor]) -> None:
+        """Sets fc to the ridge regression from what it reads to the target's hidden state at unit size, over `rows` of [T] tokens:
+        a head whose layer adds nothing is then the best linear one."""
+        c, target = self.target.config, self.target
+        gram = torch.zeros(2 * c.hidden, 2 * c.hidden, dtype=torch.float64, device=target.device)
+        cross = torch.zeros(2 * c.hidden, c.hidden, dtype=torch.float64, device=target.device)
+        for row in rows:
+            tokens = row[None].to(target.device)
+            hidden = self._passes.hidden(tokens, MemoryShape(), None)
+            x = fused(target, tokens, before(target.normed(hidden)))[0].double()  # [T, 2H]
+            gram += x.T @ x
+            cross += x.T @ F.rms_norm(hidden[0].double(), (c.hidden,), None, c.norm_eps)
+        gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+        head.fc.copy_(torch.linalg.solve(gram, cross).T)
+
+    @torch.no_grad()
     def measure(
         self, head: EagleHead, held: Tensor, config: EagleConfig, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
@@ -162,6 +180,9 @@ class _Run:
         exact = torch.promote_types(target.dtype, torch.float32)
         self.head = EagleHead.copied(target, EagleInfo(config.base), dtype=exact, seed=config.seed).requires_grad_(True)
         self.passes = HeadPass(target)
+        if config.fit_tokens and not folder.has_checkpoint:
+            count = -(-config.fit_tokens // config.length)
+            self.passes.fit(self.head, [torch.from_numpy(texts.row(i, config.length)) for i in range(count)])
         self.optimiser = torch.optim.AdamW(
             self.head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )

@@ -173,4 +173,5 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
 def test_the_untrained_head_is_seeded() -> None:
     one, two, other = (EagleHead.copied(TARGET, EagleInfo("tiny"), seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.fc, two.fc) and not torch.equal(one.fc, other.fc)
-    assert torch.equal(one.layer["down"], TARGET.weights.layers[-1].down)  # type: ignore[arg-type]
+    assert not one.layer["down"].any() and not one.layer["out"].any()
+    assert torch.equal(one.layer["gate_up"], TARGET.weights.layers[-1].gate_up)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from masw.catalogue import target_of
 from masw.cli import train_eagle as command
 from masw.config import MemoryShape
 from masw.dense import DenseMemory
-from masw.eagle import EagleHead, before, read_head
+from masw.eagle import EagleHead, EagleInfo, before, fused, read_head
 from masw.eagle_train import EagleConfig, EagleResult, HeadPass, eagle_recipe, train_eagle
 from masw.errors import Cancelled, MaswError, UsageError
 from masw.tokenizer import ByteTokenizer
@@ -36,7 +36,7 @@ HELD = random_tokens(64, 200, 9, batch=2)
 
 def config(**fields: Any) -> EagleConfig:
     known: dict[str, Any] = {"base": "tiny", "length": 64, "rows": 2, "tokens": 768, "eval_tokens": 300, "warmup_steps": 2}
-    return eagle_recipe(**known | {"seed": 1} | fields)  # 6 steps
+    return eagle_recipe(**known | {"seed": 1, "fit_tokens": 128} | fields)  # 6 steps
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,22 @@ def test_the_target_is_bit_identical_after_training_and_the_head_is_better(texts
     assert result.head.fc.dtype == torch.float32  # the master copy
     losses = [line["loss"] for line in log(tmp_path)]
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+def test_the_head_starts_as_the_best_linear_one() -> None:
+    """Its layer adds nothing, and fc is the least squares solution, up to the ridge."""
+    target = small_decoder(torch.float64)
+    head, passes, rows = EagleHead.copied(target, EagleInfo("tiny")), HeadPass(target), list(random_tokens(256, 200, 3, batch=4))
+    passes.fit(head, rows)
+    memory = DenseMemory(MemoryShape(), dtype=torch.float64, group=target.config.group)
+    hidden = target.forward(torch.stack(rows), memory)
+    given = before(target.normed(hidden))
+    inputs = head.inputs(target, torch.stack(rows), given)
+    assert torch.equal(head(target, torch.stack(rows), given, memory), inputs)
+    wanted = F.rms_norm(hidden, (target.config.hidden,), None, target.config.norm_eps)
+    best = torch.linalg.lstsq(fused(target, torch.stack(rows), given).flatten(0, 1), wanted.flatten(0, 1)).solution
+    least = (fused(target, torch.stack(rows), given) @ best - wanted).square().mean()
+    assert least <= (inputs - wanted).square().mean() <= 1.05 * least < wanted.square().mean()
 
 
 # ---- a run

@@ -34,6 +34,9 @@ def train_eagle(
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 20,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.0,
     clip: Annotated[float, typer.Option(help="Norm that gradients are cut to.")] = 0.5,
+    fit_tokens: Annotated[
+        int, typer.Option(help="The head starts as the best linear predictor on the first so many tokens; 0: random.")
+    ] = 16_384,
     seed: Annotated[int, typer.Option(help="Seed of the order of text, of noise, and of fc's first weights.")] = 0,
     eval_rows: Annotated[int, typer.Option(help="Held-out rows of --length tokens.")] = 4,
     eval_tokens: Annotated[int, typer.Option(help="Tokens between measurements; 0: never.")] = 100_000,
@@ -63,6 +66,7 @@ def train_eagle(
         known: dict[str, Any] = {
             "length": length, "rows": rows, "tokens": tokens, "regression": regression, "kl": kl, "noise": noise, "lr": lr,
             "min_lr": min_lr, "warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip": clip, "seed": seed,
+            "fit_tokens": fit_tokens,
             "checkpoint_s": checkpoint_minutes * 60, "eval_tokens": eval_tokens,
         }  # fmt: skip
         config = eagle_recipe(base=resolve_model(name).name, **known)
