@@ -29,7 +29,7 @@ def train_eagle(
     regression: Annotated[float, typer.Option(help="Weight of the smooth L1 distance to the target's features.")] = 1.0,
     kl: Annotated[float, typer.Option(help="Weight of the distance to the target's distribution.")] = 0.1,
     noise: Annotated[float, typer.Option(help="Features are shifted by up to so much, uniformly.")] = 0.1,
-    lr: Annotated[float, typer.Option(help="Learning rate at the top of the cosine.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate at the top of the cosine.")] = 3e-5,
     min_lr: Annotated[float, typer.Option(help="Share of it at the end.")] = 0.05,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 20,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.0,
