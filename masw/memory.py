@@ -272,6 +272,23 @@ class Memory:
         twin._expires, twin._tokens = self._expires.clone(), self._tokens.clone()
         return twin
 
+    @torch.no_grad()
+    def fill(self, tokens: int, seed: int = 0) -> None:
+        """Makes an empty memory hold `tokens` final raw tokens with noise for keys and values: for timing, where content does not count."""
+        if self.length or self._block is not None:
+            raise RuntimeError("only an empty memory can be filled")
+        self._reserve(tokens)
+        first = 0 if self.shape.window is None else max(self.shape.sinks, tokens - self.ring)
+        sinks, slots = min(self.shape.sinks, tokens, first), range(1, self.shape.slots(tokens) + 1)
+        stamps = [*range(1, 2 * sinks, 2), *range(2 * first + 1, 2 * tokens, 2), *(2 * m * (self.shape.stride or 0) for m in slots)]
+        times = torch.tensor(stamps, device=self._born.device)
+        places = self._places(times)
+        self._born[places], self._expires[places] = times, expiry(times, self.shape)
+        generator = torch.Generator(device=self._kv.device).manual_seed(seed)
+        self._kv.normal_(generator=generator)
+        self._tokens.zero_()
+        self.length = self.committed = self._furthest = tokens
+
     # ---- inside
 
     def _open(self) -> _Pending:

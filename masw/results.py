@@ -348,6 +348,15 @@ def write_tables(table: Table, head: dict[str, Any]) -> list[Line]:
     return lines
 
 
+def write_steps(folder: Path, head: dict[str, Any], rows: Sequence[Any]) -> None:
+    """DIR/steps.jsonl (a header, then a line a row of dataclasses) and DIR/steps.csv."""
+    found = [asdict(row) for row in rows]
+    with replacing(folder / "steps.jsonl") as partial, partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"type": "header", "schema": SCHEMA, **head}, default=str) + "\n")
+        file.writelines(json.dumps({"type": "step", **row}) + "\n" for row in found)
+    write_csv(folder / "steps.csv", found)
+
+
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Lists become words separated by spaces; None an empty field."""
     if not rows:

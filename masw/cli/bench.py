@@ -13,7 +13,9 @@ from masw.cli.evaluate import numbers
 from masw.errors import Cancelled, MaswError, UsageError
 
 if TYPE_CHECKING:
+    from masw.methods import MemoryOptions
     from masw.results import Line
+    from masw.steps import StepRow
 
 SAMPLES = "samples"
 
@@ -44,6 +46,19 @@ def bench(
         "runs/bench"
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, last on standard output.")] = False,
+    steps_only: Annotated[
+        bool, typer.Option("--steps-only", help="Time single passes of --shape instead: no documents, no prefill.")
+    ] = False,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="With --steps-only: llama-3.2-3b | llama-3.1-8b | ... | config.json. Repeatable.")
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="With --steps-only, and needed there: weights are drawn, not loaded.")
+    ] = False,
+    batch: Annotated[str, typer.Option(help="With --steps-only: equally long sequences side by side: 1,16.")] = "1",
+    skip_too_large: Annotated[
+        bool, typer.Option("--skip-too-large", help="With --steps-only: what cannot fit becomes a row with its estimate.")
+    ] = False,
 ) -> None:
     """Measure methods on documents: speed, acceptance, bytes, and whether the output is the target's own; predicted beside measured."""
     from dataclasses import asdict
@@ -61,6 +76,15 @@ def bench(
     from masw.zoo import load_pair
 
     lengths = numbers("contexts", contexts)
+    if steps_only:
+        if not shape or not random_weights:
+            raise UsageError("--steps-only needs a --shape and --random-weights: it times shapes, not models")
+        kinds = "full,window,masw,verify" if methods == "all" else methods
+        options = MemoryOptions(sinks, window, stride)
+        time_steps(shape, kinds, lengths, numbers("batch", batch), options, gamma, repeats, device, dtype, out, as_json, skip_too_large)
+        return
+    if shape or random_weights or skip_too_large:
+        raise UsageError("--shape, --random-weights and --skip-too-large belong to --steps-only; add it, or leave them out")
     names = [m.strip() for part in methods.split(",") for m in (METHODS if part.strip() == "all" else [part]) if m.strip()]
     asked = core.check_methods(names)
     if docs < 1 or repeats < 1:
@@ -134,6 +158,62 @@ def bench(
         )
 
 
+def time_steps(
+    names: list[str],
+    kinds: str,
+    contexts: list[int],
+    batches: list[int],
+    options: MemoryOptions,
+    gamma: int,
+    repeats: int,
+    device: str,
+    dtype: str,
+    out: Path,
+    as_json: bool,
+    skip_too_large: bool,
+) -> None:
+    """`masw bench --steps-only`: OUT/steps.jsonl and steps.csv, rewritten after every row."""
+    from dataclasses import asdict
+
+    from masw import cost, hardware, results, steps
+    from masw.devices import resolve_device, resolve_dtype
+    from masw.engine import Settings
+    from masw.provenance import provenance
+    from masw.shapes import resolve_shape
+
+    if repeats < 1:
+        raise UsageError(f"--repeats must be at least 1, not {repeats}")
+    Settings(gamma=gamma)
+    configs = {name: resolve_shape(name) for name in names}
+    chosen = steps.plans(list(configs), [k.strip() for k in kinds.split(",")], contexts, batches, options, gamma)
+    where = resolve_device(device)
+    kind = resolve_dtype(dtype, where)
+    if not skip_too_large:
+        steps.check_fit(chosen, configs, where, kind, repeats, options.stride)
+    results.check_writable(out / "steps.jsonl")
+    _note("measuring read bandwidth and product rate")
+    rates = cost.Rates(hardware.measure_bandwidth(where, kind), hardware.measure_gemm(where, kind))
+    about = {"provenance": provenance(where, kind), "rates": asdict(rates), "options": asdict(options), "gamma": gamma}
+    rows: list[StepRow] = []
+    interrupted = False
+    try:
+        for row in steps.run(chosen, configs, where, kind, rates, stride=options.stride, repeats=repeats):
+            rows.append(row)
+            results.write_steps(out, about, rows)
+            _note(f"[{len(rows)}/{len(chosen)}] {row.shape} {row.kind} {row.context:,} batch {row.batch}: {row.error or f'{row.ms:.3f} ms'}")
+    except KeyboardInterrupt:
+        interrupted = True
+    if as_json:
+        typer.echo(json.dumps({"rows": [asdict(row) for row in rows], "out": str(out), **about}))
+    elif rows:
+        rate = f"read bandwidth {rates.bytes_per_s / 1e9:.1f} GB/s, product rate {rates.flops_per_s / 1e12:.2f} TFLOP/s"
+        typer.echo(f"{about['provenance']['device']}, {rows[0].dtype}; {rate}; random weights, noise for KV\n{show_steps(rows)}")
+    if interrupted:
+        raise Cancelled(f"interrupted; {len(rows)} of {len(chosen)} rows are in {out}")
+    if failed := [row for row in rows if row.error is not None and not (skip_too_large and row.error.startswith("needs about"))]:
+        raise MaswError(f"{len(failed)} of {len(rows)} rows failed, the first with: {failed[0].error}")
+
+
 def _note(text: str) -> None:
     typer.echo(f"masw: {text}", err=True)
 
@@ -156,18 +236,46 @@ def _sets(data: list[str]) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def show(lines: list[Line]) -> str:
-    """The summary for a terminal; every column of summary.csv is wider."""
+def show_steps(rows: list[StepRow]) -> str:
+    """Measured beside the floor: the larger of bytes / bandwidth and FLOPs / product rate."""
     from masw.cli.display import columns
 
-    def cell(value: Any, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:,.{digits}f}" if isinstance(value, float) else str(value)
+    shown: dict[str, Callable[[StepRow], str]] = {
+        "shape": lambda x: x.shape,
+        "step": lambda x: x.kind,
+        "context": lambda x: f"{x.context:,}",
+        "batch": lambda x: str(x.batch),
+        "rows": lambda x: str(x.rows),
+        "ms": lambda x: cell(x.ms, 3),
+        "quartiles": lambda x: spread(x.ms_quartiles, 3),
+        "floor ms": lambda x: cell(x.floor_ms, 3),
+        "ms/floor": lambda x: cell(x.over_floor),
+        "GB read": lambda x: per(x.read_bytes, 1e9, 3),
+        "GFLOP": lambda x: per(x.flops, 1e9, 2),
+        "KV MB": lambda x: per(x.kv_bytes, 1e6, 1),
+        "peak GB": lambda x: per(x.peak_memory_bytes, 1e9, 2),
+        "predicted": lambda x: per(x.needed_bytes, 1e9, 2),
+        "n": lambda x: str(x.n),
+        "error": lambda x: x.error or "",
+    }
+    return columns([list(shown), *([show(row) for show in shown.values()] for row in rows)])
 
-    def per(value: float | None, unit: float, digits: int) -> str:
-        return cell(None if value is None else value / unit, digits)
 
-    def spread(found: tuple[float, float] | None) -> str:
-        return "-" if found is None else f"{found[0]:.2f}-{found[1]:.2f}"
+def cell(value: Any, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def per(value: float | None, unit: float, digits: int) -> str:
+    return cell(None if value is None else value / unit, digits)
+
+
+def spread(found: tuple[float, float] | None, digits: int = 2) -> str:
+    return "-" if found is None else f"{found[0]:.{digits}f}-{found[1]:.{digits}f}"
+
+
+def show(lines: list[Line]) -> str:
+    """The summary for a terminal; summary.csv has more columns."""
+    from masw.cli.display import columns
 
     def prefill(line: Line) -> float | None:
         return sum(v for v in (line.prefill_target_ms, line.prefill_draft_ms) if v is not None) or None
