@@ -280,7 +280,11 @@ class Memory:
         self._reserve(tokens)
         first = 0 if self.shape.window is None else max(self.shape.sinks, tokens - self.ring)
         sinks, slots = min(self.shape.sinks, tokens, first), range(1, self.shape.slots(tokens) + 1)
-        stamps = [*range(1, 2 * sinks, 2), *range(2 * first + 1, 2 * tokens, 2), *(2 * m * (self.shape.stride or 0) for m in slots)]
+        stamps = [
+            *range(1, 2 * sinks, 2),
+            *range(2 * first + 1, 2 * tokens, 2),
+            *(2 * m * (self.shape.stride or 0) for m in slots),
+        ]
         times = torch.tensor(stamps, device=self._born.device)
         places = self._places(times)
         self._born[places], self._expires[places] = times, expiry(times, self.shape)

@@ -70,7 +70,12 @@ class StepRow:
 
 
 def plans(
-    shapes: Sequence[str], kinds: Sequence[str], contexts: Sequence[int], batches: Sequence[int], options: MemoryOptions, gamma: int
+    shapes: Sequence[str],
+    kinds: Sequence[str],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    options: MemoryOptions,
+    gamma: int,
 ) -> list[Plan]:
     """Every combination. Raises UsageError for a kind that is no step."""
     for kind in kinds:
@@ -104,7 +109,7 @@ def check_fit(
     if need > free:
         raise UsageError(
             f"{plan.shape} {plan.kind} at {plan.context:,} tokens and batch {plan.batch} needs about {need / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free; lower --contexts or --batch, take a smaller --shape, or leave such rows out with --skip-too-large"
+            f"{free / 2**30:.1f} GiB are free; lower --contexts or --batch, take a smaller --shape, or add --skip-too-large"
         )
 
 

@@ -81,7 +81,9 @@ def bench(
             raise UsageError("--steps-only needs a --shape and --random-weights: it times shapes, not models")
         kinds = "full,window,masw,verify" if methods == "all" else methods
         options = MemoryOptions(sinks, window, stride)
-        time_steps(shape, kinds, lengths, numbers("batch", batch), options, gamma, repeats, device, dtype, out, as_json, skip_too_large)
+        time_steps(
+            shape, kinds, lengths, numbers("batch", batch), options, gamma, repeats, device, dtype, out, as_json, skip_too_large
+        )
         return
     if shape or random_weights or skip_too_large:
         raise UsageError("--shape, --random-weights and --skip-too-large belong to --steps-only; add it, or leave them out")
@@ -193,14 +195,21 @@ def time_steps(
     results.check_writable(out / "steps.jsonl")
     _note("measuring read bandwidth and product rate")
     rates = cost.Rates(hardware.measure_bandwidth(where, kind), hardware.measure_gemm(where, kind))
-    about = {"provenance": provenance(where, kind), "rates": asdict(rates), "options": asdict(options), "gamma": gamma}
+    about: dict[str, Any] = {
+        "provenance": provenance(where, kind),
+        "rates": asdict(rates),
+        "options": asdict(options),
+        "gamma": gamma,
+    }
     rows: list[StepRow] = []
     interrupted = False
     try:
         for row in steps.run(chosen, configs, where, kind, rates, stride=options.stride, repeats=repeats):
             rows.append(row)
             results.write_steps(out, about, rows)
-            _note(f"[{len(rows)}/{len(chosen)}] {row.shape} {row.kind} {row.context:,} batch {row.batch}: {row.error or f'{row.ms:.3f} ms'}")
+            _note(
+                f"[{len(rows)}/{len(chosen)}] {row.shape} {row.kind} {row.context:,} batch {row.batch}: {row.error or f'{row.ms:.3f} ms'}"
+            )
     except KeyboardInterrupt:
         interrupted = True
     if as_json:
