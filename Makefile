@@ -7,11 +7,13 @@ DOC ?= data/samples/guide.md
 ARGS ?=
 DATA ?=
 SETS ?= govreport qmsum multinews
+LONG ?= $(SETS)
 DOCS ?= 2
 REPEATS ?= 2
 OUT ?= runs/bench-paper
 PEERS := hf,hf-assisted
-BENCH = $(BIN)/masw bench --docs $(DOCS) --repeats $(REPEATS) --max-new-tokens 256 $(SETS:%=--data $(DATA)/%.jsonl)
+BENCH = $(BIN)/masw bench --max-new-tokens 256
+GRID = --docs $(DOCS) --repeats $(REPEATS) $(SETS:%=--data $(DATA)/%.jsonl)
 STAMP := $(VENV)/.installed
 
 .PHONY: report report-live browser demo test test-slow lint bench bench-paper gpu-bench bench-core train gpu-train ablations eval-adaptor ship install clean help
@@ -59,9 +61,9 @@ bench: $(STAMP) ## methods and peers on the guide with smollm2, quick: make benc
 
 bench-paper: $(STAMP) ## the grids of the comparison, hours, resumable: make bench-paper DATA=DIR (docs/BENCH.md)
 	@test -n "$(DATA)" || { echo "make bench-paper DATA=DIR: the folder of $(addsuffix .jsonl,$(SETS))" >&2; exit 2; }
-	@$(BENCH) --pair smollm2 --methods all,$(PEERS) --contexts 1k,2k,4k,8k --out $(OUT)/smollm2 $(ARGS)
-	@$(BENCH) --pair qwen2.5-coder --methods all,$(PEERS) --contexts 2k,4k,8k,16k --out $(OUT)/qwen2.5-coder $(ARGS)
-	@$(BENCH) --pair qwen2.5-coder --methods none,full,window,masw --contexts 32k --docs 1 --repeats 1 --out $(OUT)/qwen2.5-coder-32k $(ARGS)
+	@$(BENCH) --pair smollm2 --methods all,$(PEERS) --contexts 1k,2k,4k,8k $(GRID) --out $(OUT)/smollm2 $(ARGS)
+	@$(BENCH) --pair qwen2.5-coder --methods all,$(PEERS) --contexts 2k,4k,8k,16k $(GRID) --out $(OUT)/qwen2.5-coder $(ARGS)
+	@$(BENCH) --pair qwen2.5-coder --methods none,full,window,masw --contexts 32k --docs 1 --repeats 1 $(LONG:%=--data $(DATA)/%.jsonl) --out $(OUT)/qwen2.5-coder-32k $(ARGS)
 
 gpu-bench: $(STAMP) ## steps of Llama-3 shapes on a GPU beside their floors, and the CUDA tests, within 9 minutes
 	@PYTHON="$(CURDIR)/$(BIN)/python" scripts/gpu_bench.sh $(ARGS)

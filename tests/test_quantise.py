@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from masw import quantise
 from masw.config import MemoryShape, ModelConfig
 from masw.decoder import Decoder
 from masw.engine import Settings
@@ -112,3 +113,12 @@ def test_a_self_pair_stays_plain_by_itself() -> None:
     session = Session(load_pair("tiny-2", CPU, torch.bfloat16))
     job = session.run([1, 2, 3, 4], RunOptions("full", settings=Settings(max_new_tokens=3)))
     assert job.trace.header["draft_weights"] == "bfloat16"
+
+
+def test_packing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of a large vocabulary is packed some rows at a time, so that its fp32 copy does not set the peak memory."""
+    weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    whole = quantise.Int8(weight)
+    monkeypatch.setattr(quantise, "ROWS_AT_ONCE", 7)
+    parts = quantise.Int8(weight)
+    assert torch.equal(whole.packed, parts.packed) and torch.equal(whole.scale, parts.scale)
