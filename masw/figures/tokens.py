@@ -111,7 +111,8 @@ def token_strip(
     legend_entries(figure, present, MEANING, template)
     figure.update_xaxes(visible=False, range=[0, columns], fixedrange=True)
     figure.update_yaxes(visible=False, range=[line + 0.5, -0.5], fixedrange=True)
-    figure.update_layout(barmode="overlay", margin={"l": 12, "r": 12, "b": 16})
+    # Letters shrink with their bars: a page that is narrower had better scroll.
+    figure.update_layout(barmode="overlay", margin={"l": 12, "r": 12, "b": 16}, meta={"min_width": 9 * columns})
     if steps:
         _play(figure, [t for t, _ in cells], [at[2] - 0.25 for at in place])
     counts = {f: sum(t.fate == f for t in found) for f in FATES if f != "prompt"}

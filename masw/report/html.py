@@ -164,7 +164,7 @@ def _output(output: Any, figure_id: str) -> str:
         height = data[PLOTLY_MIME].get("layout", {}).get("height") or 450
         return (
             f'<figure id="{figure_id}">{heading}<p class="sr" id="{figure_id}-alt">{escape(alt)}</p>'
-            f'<div class="wide"><div class="plot" role="group" aria-roledescription="figure" aria-describedby="{figure_id}-alt" '
+            f'<div class="wide" tabindex="0"><div class="plot" role="group" aria-roledescription="figure" aria-describedby="{figure_id}-alt" '
             f'aria-label="{escape(title) or "Figure"}" style="min-height:{int(height)}px"></div></div>'
             f'<script type="application/json">{packed}</script></figure>'
         )
