@@ -213,7 +213,7 @@ def test_a_failing_cell_is_named_and_the_earlier_report_stays(masw, library: Pat
     out.mkdir()
     (out / "report.html").write_text("the earlier one")
     code, printed, err = masw("--notebooks", tmp_path / "nb", "--out", out)
-    assert code == 3
+    assert code == 3, (code, err)
     assert "01_fails, cell 2 (Part one): ValueError: the <sum> is off" in err.splitlines()[-1]
     assert (out / "report.html").read_text() == "the earlier one" and not (out / "report.json").exists()
     partial = nbformat.read(out / "incomplete" / "01_fails.ipynb", as_version=4)

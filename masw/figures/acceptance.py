@@ -172,9 +172,7 @@ def failure_distance(rows: Sequence[Mapping[str, Any]], *, template: str = "ligh
     known = [r for r in rows if r.get("distance") is not None]
     if not rows:
         return empty(title, "No draft failed.", template=template)
-    figure = canvas(
-        title, x="distance back (tokens)", y="rejections (share, %)", template=template
-    )
+    figure = canvas(title, x="distance back (tokens)", y="rejections (share, %)", template=template)
     edges = [1, 4, 16, 64, 256, 1024, 4096, 2**20]
     labels = [f"{a}-{b - 1}" if b < 2**20 else f"{a}+" for a, b in pairwise(edges)] + ["new token"]
     table: list[dict[str, Any]] = []

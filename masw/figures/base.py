@@ -76,7 +76,17 @@ def canvas(title: str, *, x: str = "", y: str = "", template: str = "light", hei
     figure = go.Figure()
     figure.update_layout(
         template="plotly_dark" if template == "dark" else "plotly_white",
-        title={"text": title, "x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top", "pad": {"l": 12, "t": 14}, "font": {"size": 16}},
+        title={
+            "text": title,
+            "x": 0,
+            "xref": "container",
+            "xanchor": "left",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"l": 12, "t": 14},
+            "font": {"size": 16},
+        },
         font={"family": "system-ui, sans-serif", "size": 13, "color": ink(template)},
         paper_bgcolor=paper(template),
         plot_bgcolor=paper(template),
@@ -144,7 +154,8 @@ def method_style(method: str) -> dict[str, Any]:
     return style(METHOD_ORDER.index(method) if method in METHOD_ORDER else sum(map(ord, method)))
 
 
-def stepped(figure: go.Figure, frames: Sequence[go.Frame], labels: Sequence[str], what: str = "step", ms: int = 500, redraw: bool = True
+def stepped(
+    figure: go.Figure, frames: Sequence[go.Frame], labels: Sequence[str], what: str = "step", ms: int = 500, redraw: bool = True
 ) -> go.Figure:
     """Adds a slider, play (two speeds) and pause. Frames live in the figure, so no kernel is needed to step through them.
 

@@ -56,7 +56,11 @@ def step_latency(trace: Trace, *, template: str = "light") -> Drawn:
         figure.add_hline(
             y=value,
             line={"color": ink(template), "width": 1, "dash": dash},
-            annotation={"text": f"{label} {value:.1f} ms", "font": {"size": 11, "color": ink(template)}, "bgcolor": paper(template)},
+            annotation={
+                "text": f"{label} {value:.1f} ms",
+                "font": {"size": 11, "color": ink(template)},
+                "bgcolor": paper(template),
+            },
         )
     figure.update_layout(barmode="stack", bargap=0.05)
     prefill = {who: sum(e.ms for e in trace.of("prefill", who)) for who in ("target", "draft") if trace.of("prefill", who)}
