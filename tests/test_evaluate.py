@@ -175,9 +175,9 @@ def test_means_are_over_cases_of_one_cell() -> None:
 def test_answers_are_cached_by_model_and_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases.Case("set", "1", 40, tuple(range(40)))
     first = cases.answer(session(), case, 12)
-    monkeypatch.setattr(Session, "run", lambda *_: pytest.fail("decoded again"))
-    assert cases.answer(session(), case, 12) == first
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:  # not `undo`, which would also give back the user's own cache
+        patch.setattr(Session, "run", lambda *_: pytest.fail("decoded again"))
+        assert cases.answer(session(), case, 12) == first
     other = Session(Pair("test", *(model("target", tiny_decoder(tiny_config(vocab=258), seed=9), (1,)) for _ in range(2))))
     assert cases.answer(other, case, 12) != first  # same name, other weights
     for path in (cases.cache_root() / "answers").iterdir():
