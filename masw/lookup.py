@@ -22,8 +22,9 @@ class LookupDraft:
     memory: Memory | None = None
     observer: Observer | None = None
 
-    def __init__(self, longest: int = LONGEST) -> None:
-        self._longest = longest
+    def __init__(self, longest: int = LONGEST, shortest: int = 1) -> None:
+        """Matches of `shortest` to `longest` tokens count."""
+        self._longest, self._shortest = longest, shortest
         self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it, latest first to win
         self._indexed = 0  # n-grams that end before this token are in the index
 
@@ -44,10 +45,10 @@ class LookupDraft:
     def _find(self, sequence: Sequence[int], gamma: int) -> list[int]:
         # Only n-grams with a token after them are worth an entry, so the current suffix itself never matches.
         for end in range(max(1, self._indexed), len(sequence)):
-            for n in range(1, min(self._longest, end) + 1):
+            for n in range(self._shortest, min(self._longest, end) + 1):
                 self._places[tuple(sequence[end - n : end])] = end
         self._indexed = len(sequence)
-        for n in range(min(self._longest, len(sequence)), 0, -1):
+        for n in range(min(self._longest, len(sequence)), self._shortest - 1, -1):
             start = self._places.get(tuple(sequence[len(sequence) - n :]))
             if start is not None:
                 return list(sequence[start : start + gamma])
