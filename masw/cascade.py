@@ -24,18 +24,18 @@ class CascadeDraft:
     observer: Observer | None = None
 
     def __init__(self, model: ModelDraft) -> None:
-        self._copier, self._model = LookupDraft(shortest=SHORTEST), model
+        self.inner, self._copier = model, LookupDraft(shortest=SHORTEST)
 
     @property
     def memory(self) -> Memory:
-        return self._model.memory
+        return self.inner.memory
 
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
-        return self._model.reader(prompt, recorder, chunk)
+        return self.inner.reader(prompt, recorder, chunk)
 
     def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
         copied = self._copier.propose(sequence, gamma, recorder, stop)
-        return copied if copied.tokens else self._model.propose(sequence, gamma, recorder, stop)
+        return copied if copied.tokens else self.inner.propose(sequence, gamma, recorder, stop)
 
     def settle(self, length: int) -> None:
-        self._model.settle(length)
+        self.inner.settle(length)

@@ -23,7 +23,7 @@ class Method:
     name: str
     title: str  # for tables and menus
     shape: Callable[[MemoryOptions], MemoryShape] | None = None  # what a draft remembers; None: nothing that remembers drafts
-    copies: bool = False  # drafts by looking up the text itself
+    copies: bool = False  # looks up the text itself, before any model does
     head: bool = False  # a head on the target's features drafts, not the pair's draft model
 
     @property
@@ -64,6 +64,13 @@ METHODS: dict[str, Method] = {
         Method("hybrid", "draft with sinks + window + slots + most attended prompt entries", _hybrid),
         Method("eagle", "one-layer head on the target's features (EAGLE)", lambda o: MemoryShape(), head=True),
         Method("lookup", "copies what followed the same words earlier", copies=True),
+        Method("full+lookup", "copies, else a draft with its full KV cache", lambda o: MemoryShape(), copies=True),
+        Method(
+            "masw+lookup",
+            "copies, else a draft with sinks + window + slots",
+            lambda o: MemoryShape(o.sinks, o.window, o.stride),
+            copies=True,
+        ),
     )
 }
 

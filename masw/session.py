@@ -13,6 +13,7 @@ import torch
 import masw
 from masw import cost
 from masw.adaptor import Adaptor, AdaptorInfo, read_info
+from masw.cascade import CascadeDraft
 from masw.config import MemoryShape, ModelConfig
 from masw.decoder import Decoder
 from masw.drafters import Drafter, ModelDraft, NoDraft
@@ -164,6 +165,8 @@ class Session:
                 drafter = EagleDraft(head, target.decoder, memory, settings.sampling, random, vocab)
             else:
                 drafter = ModelDraft(decoder, memory, settings.sampling, random, vocab)
+                if method.copies:
+                    drafter = CascadeDraft(drafter)
             header["draft_kv"] = {
                 "allocated_bytes": memory.nbytes,
                 "predicted_bytes": cost.kv_bytes(config, shape, total, dtype.itemsize),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from masw.adaptor import Adaptor, AdaptorInfo
+from masw.cascade import CascadeDraft
 from masw.config import MemoryShape, ModelConfig, RopeScaling
 from masw.decoder import Decoder, LayerWeights, Weights
 from masw.drafters import Drafter, ModelDraft, NoDraft
@@ -343,7 +344,8 @@ def drafter_for(
         memory = memory_for(head.decoder(draft), shape, tokens=tokens)
         return EagleDraft(head, draft, memory, sampling, Random(sampling.seed + 1), vocab or draft.config.vocab)
     memory = memory_for(draft, shape, tokens=tokens)
-    return ModelDraft(draft, memory, sampling, Random(sampling.seed + 1), vocab or draft.config.vocab)
+    drafter = ModelDraft(draft, memory, sampling, Random(sampling.seed + 1), vocab or draft.config.vocab)
+    return CascadeDraft(drafter) if METHODS[method].copies else drafter
 
 
 @dataclass

@@ -46,6 +46,7 @@ NOISY = noisy(TARGET, 0.25)
 PROMPT = random_tokens(37, 61, 20)[0].tolist()
 TEXT = argmax_text(TARGET, PROMPT, 40)
 DRAFTING = [name for name, method in METHODS.items() if method.shape]
+CASCADES = [name for name, method in METHODS.items() if method.shape and method.copies]
 WARM = Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=11)
 
 
@@ -62,7 +63,9 @@ def reads(result: Run) -> list[list[int]]:
 
 def same_as_fresh(drafter: Any) -> None:
     """The draft's memory is what it would be had it read its text token by token, with nothing drafted in between."""
-    inner = getattr(drafter, "inner", drafter)
+    inner = drafter
+    while hasattr(inner, "inner"):
+        inner = inner.inner
     memory, decoder, tokens = drafter.memory, inner._decoder, torch.tensor([held(drafter)])
     fresh = memory_for(decoder, memory.shape, adaptor=memory.adaptor)
     inputs: list[Tensor | None] = [None] * tokens.shape[1]
@@ -503,7 +506,8 @@ def test_a_draft_that_was_not_fed_catches_up(method: str, skipped: int) -> None:
     kept = result.rounds[0].accepted
     # A head reads all that was accepted again, with the target's features.
     unread_before = kept + 1 if METHODS[method].head else 1 if kept < len(first) else 2
-    assert reads(result)[1 + skipped][0] == unread_before + skipped
+    if not METHODS[method].copies:  # the round after may copy, and the model reads later
+        assert reads(result)[1 + skipped][0] == unread_before + skipped
     if method == "full":
         assert all(r.accepted == len(r.drafted) for r in result.rounds)
     same_as_fresh(drafter)
@@ -513,7 +517,7 @@ def test_a_draft_that_was_not_fed_catches_up(method: str, skipped: int) -> None:
 
 
 def test_method_table() -> None:
-    assert list(METHODS) == ["none", "full", "window", "masw", "snapkv", "hybrid", "eagle", "lookup"]
+    assert list(METHODS) == ["none", "full", "window", "masw", "snapkv", "hybrid", "eagle", "lookup", *CASCADES]
     assert all(name == method.name and method.title for name, method in METHODS.items())
     options = MemoryOptions(3, 100, 10)
     assert METHODS["full"].memory(options) == MemoryShape()
@@ -524,7 +528,9 @@ def test_method_table() -> None:
     assert METHODS["none"].memory(options) is None and not METHODS["none"].drafts
     assert METHODS["eagle"].memory(options) == MemoryShape() and METHODS["eagle"].drafts
     assert METHODS["lookup"].memory(options) is None and METHODS["lookup"].drafts
-    assert [name for name, method in METHODS.items() if method.model] == ["full", "window", "masw", "snapkv", "hybrid"]
+    assert [name for name, method in METHODS.items() if method.model] == ["full", "window", "masw", "snapkv", "hybrid", *CASCADES]
+    for name in CASCADES:
+        assert METHODS[name].copies and METHODS[name].memory(options) == METHODS[name.split("+")[0]].memory(options)
     with pytest.raises(UsageError) as error:
         method_named("mas")
     assert "\n" not in str(error.value)

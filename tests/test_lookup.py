@@ -37,3 +37,9 @@ def test_index_grows_with_the_sequence() -> None:
     assert propose(drafter, sequence, gamma=2) == [3, 9]
     fresh = LookupDraft()
     assert propose(fresh, sequence, gamma=2) == [3, 9]  # the same as an index built at once
+
+
+def test_short_matches_can_be_left_out() -> None:
+    sequence = [5, 6, 7, 8, 9, 1, 7, 5, 6]
+    assert propose(LookupDraft(shortest=3), sequence) == []
+    assert propose(LookupDraft(shortest=2), sequence) == [7, 8, 9, 1]

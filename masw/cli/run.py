@@ -34,8 +34,8 @@ def run(
     method: Annotated[
         str,
         typer.Option(
-            help="Who drafts, with what memory: masw | full | window | snapkv | hybrid | eagle (a head) | lookup (copies from the text) "
-            "| none."
+            help="Who drafts, with what memory: masw | full | window | snapkv | hybrid | eagle (a head) | lookup (copies from the "
+            "text) | full+lookup | masw+lookup (copies first) | none."
         ),
     ] = "masw",
     task: Annotated[
