@@ -35,6 +35,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## draft/verify on a long document: make demo [PAIR=smollm2] [DOC=report.txt] [ARGS="--method full"]
 	@$(BIN)/masw run "$(DOC)" --pair $(PAIR) --compare $(ARGS)
 
+app: $(STAMP) ## the dashboard in a browser: make app [PAIR=smollm2] [ARGS="--port 8600"]
+	@$(BIN)/masw app $(if $(filter command line environment,$(origin PAIR)),--pair $(PAIR)) $(ARGS)
+
 test: $(STAMP) ## the whole test-suite but what is marked slow
 	@$(BIN)/python -m pytest
 

@@ -21,11 +21,11 @@ from masw.devices import resolve_device, resolve_dtype
 from masw.errors import Cancelled, UsageError
 from masw.estimate import Estimate, Machine, Rates, estimate, rates
 from masw.jobs import Job, Jobs, Stop
-from masw.methods import method_named
+from masw.methods import METHODS, Method, method_named
 from masw.metrics import Summary, summarise
 from masw.prefill import Progress
 from masw.prompts import Prompt
-from masw.session import Difference, Run, RunOptions, Session
+from masw.session import Difference, Run, RunOptions, Session, eagle_file
 from masw.tokenizer import AnyTokenizer, ByteTokenizer, StreamDecoder, Tokenizer
 from masw.trace import Trace
 from masw.weights import read_config
@@ -236,6 +236,8 @@ class Room:
             raise UsageError(f"the models of {ask.pair} are not on this machine; fetch them first")
         draft, target = configs
         options = ask.arms[0]
+        head = method_named(options.method).head
+        draft = replace(target, layers=1) if head else draft
         context = min(draft.max_position, target.max_position)
         new = options.settings.max_new_tokens
         with self._preview_lock:
@@ -243,13 +245,13 @@ class Room:
             found = estimate(
                 target,
                 draft,
-                options.shape(),
+                options.shape(len(prompt.ids) - 1),
                 prompt=len(prompt.ids),
                 new_tokens=new,
                 gamma=options.settings.gamma,
                 drafts=method_named(options.method).drafts,
                 itemsize=self.dtype.itemsize,
-                shared=len(distinct(resolve_pair(ask.pair))) == 1,
+                shared=head or len(distinct(resolve_pair(ask.pair))) == 1,
                 machine=machine(self.device),
                 known=self._rates.get(_kind(ask.pair, options)),
                 read_already=self._shared(owner, ask.pair, prompt.ids),
@@ -317,6 +319,19 @@ class Room:
 def present(pair: str) -> bool:
     """Whether both models are on this machine."""
     return all((m.source and m.source.random) or store.locate(m) for m in distinct(resolve_pair(pair)))
+
+
+def methods(pair: str) -> list[str]:
+    """Methods that can run on this pair: one that drafts with a head needs its file."""
+    target = resolve_pair(pair).target.name
+
+    def there(method: Method) -> bool:
+        try:
+            return not method.head or bool(eagle_file("auto", target))
+        except UsageError:
+            return False
+
+    return [name for name, method in METHODS.items() if there(method)]
 
 
 def shapes(pair: str) -> tuple[ModelConfig, ModelConfig] | None:

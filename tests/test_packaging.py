@@ -61,4 +61,4 @@ def test_readme_lists_every_method_and_preset() -> None:
 def test_every_package_is_declared() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     found = {".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "masw").rglob("__init__.py")}
-    assert set(tool["packages"]) == found | {"masw._data", "masw._notebooks"}
+    assert set(tool["packages"]) == found | {"masw._app", "masw._app.parts", "masw._app.views", "masw._data", "masw._notebooks"}

@@ -8,6 +8,7 @@ import warnings
 
 import typer
 
+from masw.cli import app as dashboard
 from masw.cli import bench, doctor, evaluate, models, report, run, train, train_eagle
 from masw.errors import MaswError, plain_words
 
@@ -23,6 +24,7 @@ app.command(name="train")(train.train)
 app.command(name="train-eagle")(train_eagle.train_eagle)
 app.command(name="eval-adaptor")(evaluate.eval_adaptor)
 app.command(name="bench")(bench.bench)
+app.command(name="app")(dashboard.app)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(report.app, name="report")

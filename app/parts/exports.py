@@ -1,0 +1,109 @@
+"""What a visitor can take along: tables, the trace, a page, the notebook's parameters. Made in memory when asked for."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+import streamlit as st
+
+from masw import export, figures
+from masw.metrics import summarise
+from masw.report.display import table_twin
+from masw.service import Ask
+from masw.trace import Trace
+from parts.frame import escaped, gib
+from parts.panels import PANELS, coloured
+
+
+def remarks(trace: Trace) -> list[str]:
+    """What has to be known to read a run's numbers rightly."""
+    said, header = [], trace.header
+    adaptor = header.get("adaptor")
+    if adaptor is not None and not adaptor.get("file"):
+        said.append(
+            "The memory slots of this draft are not trained: it is about as good as its window alone, and slower than an uncompressed one."
+        )
+    models = header.get("models") or {}
+    if models and models.get("draft") == models.get("target") and header.get("method") not in ("none", "lookup"):
+        said.append(
+            "Draft and target are one model here: this shows what compression costs in acceptance, and no speed-up can be expected."
+        )
+    if "tiny" in str(header.get("pair")):
+        said.append("This pair is made of random weights: its text is noise, and its milliseconds say little about real models.")
+    return said
+
+
+def buttons(trace: Trace, pieces: Sequence[str] | None, ask: Ask | None, key: str) -> None:
+    """Downloads of one run."""
+    name = f"masw-{trace.header.get('method', 'run')}"
+    with st.container(horizontal=True):
+        st.download_button(
+            "Trace (.jsonl)",
+            lambda: export.jsonl(trace),
+            f"{name}.jsonl",
+            "application/x-ndjson",
+            key=f"{key}-jsonl",
+            on_click="ignore",
+        )
+        st.download_button(
+            "Tokens (.csv)",
+            lambda: export.tokens_csv(trace),
+            f"{name}-tokens.csv",
+            "text/csv",
+            key=f"{key}-tokens",
+            on_click="ignore",
+        )
+        st.download_button(
+            "Rounds (.csv)",
+            lambda: export.rounds_csv(trace),
+            f"{name}-rounds.csv",
+            "text/csv",
+            key=f"{key}-rounds",
+            on_click="ignore",
+        )
+        st.download_button(
+            "Report (.html)",
+            lambda: report({name: trace}, {name: pieces}),
+            f"{name}.html",
+            "text/html",
+            key=f"{key}-html",
+            on_click="ignore",
+        )
+
+
+def report(traces: Mapping[str, Trace], pieces: Mapping[str, Sequence[str] | None]) -> str:
+    """One page that opens without a network: numbers, text and every figure of each run. The document itself is not in it."""
+    parts, script = [], True
+    for name, trace in traces.items():
+        s = summarise(trace)
+        rows = [
+            ("Pair and method", f"{trace.header.get('pair')}, {trace.header.get('method')}"),
+            ("Prompt, answer", f"{s.prompt_tokens:,} and {len(s.tokens):,} tokens ({s.finish})"),
+            ("Tokens a second in decoding", _said(s.tokens_per_second)),
+            ("Tokens per iteration", _said(s.tokens_per_iteration)),
+            ("Acceptance", _said(s.acceptance)),
+            ("Draft KV, live at the end", gib(s.draft_kv_bytes) if s.draft_kv_bytes else "no draft model"),
+        ]
+        table = "".join(f"<tr><th scope='row'>{html.escape(k)}</th><td>{escaped(v)}</td></tr>" for k, v in rows)
+        parts.append(
+            f"<h2>{html.escape(name)}</h2><table>{table}</table>{''.join(f'<p>{escaped(r)}</p>' for r in remarks(trace))}"
+        )
+        parts.append(f"<h3>Answer, token by token</h3><p style='line-height:2'>{coloured(trace, pieces.get(name))}</p>")
+        for title, panel in PANELS.items():
+            drawn = panel(trace, "light")
+            parts.append(f"<h3>{html.escape(title)}</h3>")
+            parts.append(drawn.figure.to_html(full_html=False, include_plotlyjs=script, config=dict(figures.CONFIG)))
+            parts.append(f"<p><em>{html.escape(drawn.caption)}</em></p><p>{html.escape(drawn.alt)}</p>{table_twin(drawn.table)}")
+            script = False
+    head = (
+        "<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>masw: report of a run</title><style>"
+        "body{font-family:system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}"
+        "table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:left}"
+        ".masw-t{border-radius:.25rem;padding:.1rem .2rem}.rejected{text-decoration:line-through}</style>"
+    )
+    return f"<!doctype html><html lang='en'><head>{head}</head><body><h1>masw: report of a run</h1>{''.join(parts)}</body></html>"
+
+
+def _said(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3g}"

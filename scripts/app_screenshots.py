@@ -1,0 +1,101 @@
+"""Pictures of every page of the app for the documentation, from runs made here and now: python scripts/app_screenshots.py [PAIR].
+
+Needs playwright and Debian's chromium. Writes docs/images/*.png.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs" / "images"
+WAIT = 600_000  # ms
+TEXT = (ROOT / "data" / "samples" / "guide.md").read_text(encoding="utf-8")[:4000]
+
+
+def main(pair: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "masw.cli", "app", "--no-browser", "--pair", pair, "--port", str(port)]
+    server = subprocess.Popen(command, env=env)
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/_stcore/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.3)
+        with sync_playwright() as p:
+            browser = p.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
+            context = browser.new_context(viewport={"width": 1280, "height": 1500})
+            shoot(context, url)
+            context.close()
+            for name, width, scheme in (("live-dark", 1280, "dark"), ("live-390", 390, "light")):
+                context = browser.new_context(viewport={"width": width, "height": 1500}, color_scheme=scheme)
+                picture(page_at(context, url), name)
+                context.close()
+            browser.close()
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def page_at(context: Any, url: str, where: str = "") -> Any:
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    page.goto(f"{url}/{where}")
+    page.get_by_role("heading", level=1).wait_for()
+    page.wait_for_timeout(3000)
+    return page
+
+
+def picture(page: Any, name: str) -> None:
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    page.wait_for_timeout(4000)
+    page.screenshot(path=OUT / f"{name}.png", timeout=WAIT)
+    print(name, (OUT / f"{name}.png").stat().st_size, flush=True)
+
+
+def paste(page: Any) -> None:
+    page.get_by_label("Text of the document").first.fill(TEXT)
+    page.keyboard.press("Control+Enter")
+    page.get_by_text("characters").first.wait_for()
+
+
+def shoot(context: Any, url: str) -> None:
+    live = page_at(context, url, "?source=Paste&tokens=64&W=128&r=8")
+    paste(live)
+    live.get_by_role("button", name="Run", exact=True).click()
+    live.locator(".masw-answer .masw-t").first.wait_for()
+    picture(live, "live-running")
+    live.get_by_role("button", name="Trace (.jsonl)").wait_for()
+    live.locator(".js-plotly-plot .main-svg").nth(5).wait_for()
+    picture(live, "live")
+    live.close()
+    race = page_at(context, url, "race?source=Paste&tokens=48&W=128&r=8")
+    paste(race)
+    race.get_by_role("button", name="Race", exact=True).click()
+    race.get_by_text("✓ identical").first.wait_for()
+    picture(race, "race")
+    race.close()
+    for name in ("inspect", "calculator", "explain"):
+        page = page_at(context, url, name)
+        picture(page, name)
+        page.close()
+
+
+if __name__ == "__main__":
+    OUT.mkdir(parents=True, exist_ok=True)
+    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2")

@@ -1,0 +1,383 @@
+"""The real page in Debian's chromium, over the `tiny` pair: what a person does, sees and must never see.
+
+Skipped where chromium or playwright is missing. MASW_UPLOADS names a folder of documents to try, MASW_AXE an `axe.min.js`
+(else npm is asked for one).
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from masw.trace import Trace
+from tests.test_app import TEXT, trace_of
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("streamlit")
+CHROMIUM = next(
+    (p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser", shutil.which("chromium") or "") if p and Path(p).exists()),
+    None,
+)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+ROOT = Path(__file__).parents[1]
+WAIT = 240_000  # ms; the machine may be busy
+SECRET = "zanzibarquokka"  # a word that must stay on its visitor's page
+AXE = "4.11.0"
+
+
+class Site:
+    """The server and what it printed."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "server.log"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [
+            sys.executable,
+            "-m",
+            "masw.cli",
+            "app",
+            "--no-browser",
+            "--pair",
+            "tiny",
+            "--dtype",
+            "fp32",
+            "--port",
+            str(self.port),
+        ]
+        self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+        end = time.monotonic() + 90
+        while True:
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            try:
+                urllib.request.urlopen(f"{self.url}/_stcore/health", timeout=2)
+                return
+            except OSError:
+                time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("app"))
+    yield site
+    site.process.terminate()
+    site.process.wait(30)
+    log = site.log.read_text()
+    assert "Traceback" not in log and SECRET not in log, log
+    assert not [p for p in site.log.parent.rglob("*") if p != site.log], "the app wrote files"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def context(chromium: Any) -> Iterator[Any]:
+    """One browser for most tests: opening a page is cheaper once its scripts are cached."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 1400}, accept_downloads=True, bypass_csp=True)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context: Any, site: Site) -> Iterator[Any]:
+    page = context.new_page()
+    with watched(page, site):
+        yield page
+    page.close()
+
+
+@contextmanager
+def visitor(chromium: Any, site: Site, **options: Any) -> Iterator[Any]:
+    """A page of a browser of its own."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 1400}, **options)
+    page = context.new_page()
+    with watched(page, site):
+        yield page
+    context.close()
+
+
+@contextmanager
+def watched(page: Any, site: Site) -> Iterator[None]:
+    """Checks at the end that nothing was logged as an error, asked of another host, or put into the address."""
+    page.set_default_timeout(WAIT)
+    bad: list[str] = []
+    # Streamlit looks for its health page below the address of a sub-page first.
+    page.on("console", lambda m: bad.append(m.text) if m.type == "error" and "_stcore" not in m.location.get("url", "") else None)
+    page.on("pageerror", lambda e: bad.append(str(e)))
+    page.on("request", lambda r: bad.append(r.url) if not r.url.startswith((site.url, "data:", "blob:")) else None)
+    page.on("framenavigated", lambda f: bad.append(f.url) if SECRET in f.url else None)
+    yield
+    assert SECRET not in page.url
+    assert not bad, bad
+
+
+def opened(page: Any, site: Site, where: str = "") -> Any:
+    page.goto(f"{site.url}/{where}")
+    page.get_by_role("heading", level=1).wait_for()
+    return page
+
+
+def paste(page: Any, text: str = TEXT) -> None:
+    page.get_by_label("Text of the document").first.fill(text)
+    page.keyboard.press("Control+Enter")
+    page.get_by_text("prompt tokens of").first.wait_for()
+
+
+def button(page: Any, name: str) -> Any:
+    return page.get_by_role("button", name=name, exact=True)
+
+
+def until(page: Any, condition: Callable[[], bool], seconds: float = 180) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        page.wait_for_timeout(150)
+
+
+def tokens(page: Any) -> int:
+    """The metric `Tokens`."""
+    found = page.get_by_test_id("stMetric").filter(has_text=re.compile(r"^Tokens\s*\d")).first
+    return int(found.get_by_test_id("stMetricValue").inner_text())
+
+
+def test_upload_run_watch_cancel_and_keep_the_part(page: Any, site: Site) -> None:
+    opened(page, site, "?source=Upload&tokens=1024&W=32")
+    page.locator("input[type=file]").first.set_input_files(
+        {"name": f"{SECRET}.txt", "mimeType": "text/plain", "buffer": (TEXT + SECRET).encode()}
+    )
+    page.get_by_text("prompt tokens of").first.wait_for()
+    button(page, "Run").click()
+    page.locator(".masw-answer .masw-t").first.wait_for()
+    before = tokens(page)
+    until(page, lambda: tokens(page) > before)  # it grows while it runs
+    button(page, "Cancel").click()
+    page.get_by_text("Cancelled. What was answered until then is kept").wait_for()
+    assert 0 < tokens(page) < 1024 and page.locator(".masw-answer .masw-t").count() > 0
+
+
+def test_a_race_ends_says_identical_and_replays(page: Any, site: Site) -> None:
+    opened(page, site, "race?source=Paste&tokens=24&W=32")
+    paste_race(page)
+    button(page, "Race").click()
+    table = page.get_by_label("Result of the race")
+    table.get_by_text("✓ identical").first.wait_for()
+    assert table.get_by_text("✓ identical").count() == 3 and "the reference" in table.inner_text()
+    page.get_by_label("Speed").first.wait_for()
+    button(page, "Start").click()
+    until(page, lambda: page.get_by_text(re.compile(r"^0\.0 s of")).count() == 1)
+    assert page.locator(".masw-answer").first.inner_text() == "…"
+    button(page, "Play").click()
+    until(page, lambda: page.locator(".masw-answer .masw-t").count() >= 4 * 20)
+
+
+def paste_race(page: Any) -> None:
+    page.get_by_label("Text of the document").first.fill(TEXT)
+    page.keyboard.press("Control+Enter")
+    page.get_by_text("characters").first.wait_for()
+
+
+def test_the_scrubber_moves_all_panels(page: Any, site: Site) -> None:
+    trace = "\n".join(trace_of(8).lines())
+    points = "() => [...document.querySelectorAll('.js-plotly-plot')].map(p => JSON.stringify(p.data.map(d => [d.x, d.y, d.base])).length)"
+    opened(page, site, "inspect")
+    page.locator("input[type=file]").first.set_input_files(
+        {"name": "t.jsonl", "mimeType": "application/json", "buffer": trace.encode()}
+    )
+    page.get_by_text("round 8: 2 tokens emitted").wait_for()
+    until(page, lambda: page.locator(".js-plotly-plot").count() == 4)
+    page.wait_for_timeout(500)
+    whole, count = page.evaluate(points), tokens(page)
+    assert count == 16
+    slider = page.get_by_role("slider").last
+    slider.focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowLeft")
+    page.get_by_text("round 4: 2 tokens emitted").wait_for()
+    until(page, lambda: tokens(page) == 8)
+    until(page, lambda: len(page.evaluate(points)) == 4 and page.evaluate(points)[0] < whole[0])
+    part = page.evaluate(points)
+    latency, _, memory, kv_map = range(4)  # acceptance by position stays at 100 % here
+    assert part[latency] < whole[latency] and part[memory] < whole[memory] and part[kv_map] < whole[kv_map]
+    assert page.locator(".masw-answer .masw-t").count() == 8
+    button(page, "Next").click()
+    until(page, lambda: tokens(page) == 10)
+
+
+def test_a_deep_link_restores_every_setting(page: Any, site: Site) -> None:
+    link = (
+        "?method=window&gamma=3&r=4&W=64&S=2&tokens=32&weights=int8&temperature=0.5&top_p=0.9&seed=7&task=continue&source=Paste"
+    )
+    opened(page, site, link)
+    paste(page)
+    side = page.get_by_test_id("stSidebar")
+    assert (
+        side.get_by_label("Method").first.input_value().startswith("window")
+        if side.get_by_label("Method").first.evaluate("e => e.tagName") == "INPUT"
+        else "window" in side.inner_text()
+    )
+    values = [s.get_attribute("aria-valuenow") or s.get_attribute("aria-valuetext") for s in side.get_by_role("slider").all()]
+    texts = side.inner_text()
+    assert "32" in values[0] and "3" in values[1], values
+    for shown in ("64", "int8"):
+        assert shown in texts or shown in str([i.input_value() for i in side.locator("input").all()])
+    for part in ("method=window", "gamma=3", "W=64", "seed=7", "task=continue"):
+        assert part in page.url
+
+
+def test_a_reload_finds_the_run_again(page: Any, site: Site) -> None:
+    opened(page, site, "?source=Paste&tokens=1024&W=32")
+    paste(page)
+    button(page, "Run").click()
+    page.locator(".masw-answer .masw-t").first.wait_for()
+    page.reload()
+    page.locator(".masw-answer .masw-t").first.wait_for()
+    until(page, lambda: button(page, "Cancel").is_enabled())
+    button(page, "Cancel").click()
+    page.get_by_text("Cancelled. What was answered until then is kept").wait_for()
+    page.reload()
+    page.get_by_text("Cancelled. What was answered until then is kept").wait_for()
+
+
+def test_two_browsers_queue_and_do_not_mix(chromium: Any, site: Site) -> None:
+    with visitor(chromium, site) as one, visitor(chromium, site) as two:
+        for page, name, count in ((one, f"alpha-{SECRET}", 1024), (two, "beta", 16)):
+            opened(page, site, f"?source=Upload&tokens={count}&W=32")
+            page.locator("input[type=file]").first.set_input_files(
+                {"name": f"{name}.txt", "mimeType": "text/plain", "buffer": (TEXT + name).encode()}
+            )
+            page.get_by_text("prompt tokens of").first.wait_for()
+        button(one, "Run").click()
+        one.locator(".masw-answer .masw-t").first.wait_for()
+        button(two, "Run").click()
+        two.get_by_text("Number 1 in line").wait_for()
+        button(one, "Cancel").click()
+        one.get_by_text("Cancelled. What was answered until then is kept").wait_for()
+        button(two, "Trace (.jsonl)").wait_for()
+        assert SECRET not in two.content() and "beta" not in one.content()
+        assert tokens(two) == 16
+
+
+def test_exports_open(page: Any, site: Site, tmp_path: Path) -> None:
+    opened(page, site, "?source=Paste&tokens=24&W=32")
+    paste(page)
+    button(page, "Run").click()
+    got = {}
+    for name in ("Trace (.jsonl)", "Tokens (.csv)", "Rounds (.csv)", "Report (.html)"):
+        button(page, name).wait_for()
+        with page.expect_download() as waiting:
+            button(page, name).click()
+        got[name] = tmp_path / waiting.value.suggested_filename
+        waiting.value.save_as(got[name])
+    trace = Trace.load(got["Trace (.jsonl)"])
+    assert trace.of("end")[0].count == 24 and trace.header["pair"] == "tiny"
+    assert sum(r["fate"] != "rejected" for r in csv.DictReader(got["Tokens (.csv)"].open(newline=""))) >= 24
+    assert len(list(csv.DictReader(got["Rounds (.csv)"].open()))) == len(trace.of("emit"))
+    report, asked = page.context.new_page(), []
+    report.on("request", lambda r: asked.append(r.url))
+    report.goto(got["Report (.html)"].as_uri())
+    report.locator(".js-plotly-plot .main-svg").first.wait_for()
+    until(report, lambda: report.locator(".js-plotly-plot .plot-container").count() == 6)
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in asked)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
+def test_dark_and_narrow(chromium: Any, site: Site, width: int, scheme: str) -> None:
+    with visitor(chromium, site, color_scheme=scheme) as page:
+        page.set_viewport_size({"width": width, "height": 900})
+        for where in ("", "race", "inspect", "calculator", "explain"):
+            opened(page, site, where)
+            page.wait_for_timeout(1500)
+            assert page.evaluate("document.scrollingElement.scrollWidth") <= width
+            assert page.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth") <= width, where
+        until(page, lambda: page.locator(".js-plotly-plot").count() > 0)
+        paper = page.evaluate("document.querySelector('.js-plotly-plot').layout.paper_bgcolor")
+        assert (paper != "#ffffff") == (scheme == "dark")
+
+
+def test_keyboard_alone_is_enough(page: Any, site: Site) -> None:
+    opened(page, site, "?source=Paste&tokens=16&W=32")
+    paste(page)
+    page.evaluate("document.activeElement.blur()")
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.innerText || ''").strip().endswith("Run"):
+            break
+    else:
+        pytest.fail("Tab never reached Run")
+    assert page.evaluate(
+        "getComputedStyle(document.activeElement).outlineStyle != 'none' || getComputedStyle(document.activeElement).boxShadow != 'none'"
+    )
+    page.keyboard.press("Enter")
+    button(page, "Trace (.jsonl)").wait_for()
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = os.environ.get("MASW_AXE")
+    if path:
+        return Path(path).read_text(encoding="utf-8")
+    if shutil.which("npm") is None:
+        pytest.skip("neither MASW_AXE nor npm: no axe-core to check with")
+    folder = tmp_path_factory.mktemp("axe")
+    done = subprocess.run(["npm", "pack", f"axe-core@{AXE}", "--silent"], cwd=folder, capture_output=True, timeout=90)
+    archive = next(folder.glob("*.tgz"), None)
+    if done.returncode or archive is None:
+        pytest.skip("npm cannot fetch axe-core here")
+    with tarfile.open(archive) as file:
+        member = file.extractfile("package/axe.min.js")
+        assert member is not None
+        return member.read().decode()
+
+
+@pytest.mark.parametrize("where", ["", "race", "inspect", "calculator", "explain"])
+def test_axe_finds_nothing_serious(page: Any, site: Site, axe: str, where: str) -> None:
+    opened(page, site, where)
+    page.wait_for_timeout(4000)
+    page.evaluate(axe)
+    found = page.evaluate("async () => (await axe.run()).violations.filter(v => ['serious', 'critical'].includes(v.impact))")
+    said = [f"{v['id']}: {v['help']}: {[n['html'][:160] for n in v['nodes'][:3]]}" for v in found]
+    assert not said, "\n".join(said)
+
+
+@pytest.mark.skipif(not os.environ.get("MASW_UPLOADS"), reason="MASW_UPLOADS names no folder of documents")
+def test_every_document_is_read_or_refused_in_words(page: Any, site: Site) -> None:
+    files = [p for p in sorted(Path(os.environ["MASW_UPLOADS"]).iterdir()) if p.is_file() and p.name != "README.md"]
+    opened(page, site, "?source=Upload")
+    for path in files:
+        page.locator("input[type=file]").first.set_input_files(path)
+        label = path.name if len(path.name) < 30 else path.name[:20]
+        until(page, lambda label=label: label[:20] in page.get_by_test_id("stMain").inner_text() and answered(page, label), 40)  # type: ignore[misc]
+        assert "Traceback" not in page.content(), path
+        assert page.get_by_test_id("stException").count() == 0, path
+        remove = page.get_by_role("button", name=re.compile("Remove|Delete|Clear"))
+        if remove.count():
+            remove.first.click()
+            page.wait_for_timeout(300)
+
+
+def answered(page: Any, label: str) -> bool:
+    """A summary line or a refusal, whichever names the file."""
+    lines = page.locator(".masw-facts, [role=alert]").all_inner_texts()
+    return any(label[:20] in line and ("characters" in line or len(line) > len(label) + 10) for line in lines)
