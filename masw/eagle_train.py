@@ -102,9 +102,10 @@ def train_eagle(
     `held` [n, T] are rows that are only measured on. Raises Cancelled after SIGINT or SIGTERM, when the checkpoint is written, and
     MaswError at a loss that is not finite, when the last good checkpoint stays.
     """
-    run = _Run(config, target, texts, held, RunFolder(folder, listener))
+    began = time.monotonic()
+    run = _Run(config, target, texts, held, RunFolder(folder, listener))  # with the fit, which takes its share of the time
     with caught_signals() as caught:
-        return run.go(caught, max_steps, max_seconds)
+        return run.go(caught, max_steps, None if max_seconds is None else max_seconds - (time.monotonic() - began))
 
 
 class HeadPass:
