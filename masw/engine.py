@@ -16,6 +16,7 @@ from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.drafters import Drafter, Proposal
 from masw.errors import UsageError
+from masw.gamma import Adaptive, Fixed, Gamma
 from masw.memory import Memory
 from masw.prefill import CHUNK, Progress, Reader, read_all
 from masw.recorder import Recorder
@@ -27,10 +28,11 @@ class Settings:
     """What is asked of a run."""
 
     max_new_tokens: int = 256
-    gamma: int = 5  # drafted tokens per verify pass
+    gamma: int = 5  # drafted tokens per verify pass; at most, when adaptive
     sampling: Sampling = field(default_factory=Sampling)
     eos_ids: tuple[int, ...] = ()
     chunk: int = CHUNK  # prefill tokens per forward
+    adaptive: bool = False  # gamma is chosen before each round, 0 included: see masw.gamma
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -110,12 +112,13 @@ def generate(
         readers.insert(len(readers) if observer is None else 0, draft_reader)
     yield from read_all(readers, stop)
 
+    pace: Gamma = Adaptive(settings.gamma) if settings.adaptive else Fixed(settings.gamma)
     limit = len(prompt) + settings.max_new_tokens
     finish = "cancelled" if any(reader.done < reader.total for reader in readers) else None
     while finish is None:
         recorder.round += 1
         with recorder.span() as whole:
-            gamma = min(settings.gamma, limit - len(sequence) - 1)
+            gamma = pace.choose(limit - len(sequence) - 1)
             with recorder.span() as drafting:
                 proposal = drafter.propose(sequence, gamma, recorder, stop)
             if stop():
@@ -125,7 +128,7 @@ def generate(
             with recorder.span() as verifying:
                 logits = target.verify([sequence[-1], *proposal.tokens])
             rows, held = 1 + len(proposal.tokens), target.memory.live_nbytes
-            recorder.add("verify", "target", len(sequence) - 1, rows, ms=verifying.ms, nbytes=held)
+            recorder.add("verify", "target", len(sequence) - 1, rows, ms=verifying.ms, nbytes=held, gamma=gamma)
             verdict, p = judge(logits, proposal, settings.sampling, random)
             emitted = [*proposal.tokens[: verdict.accepted], verdict.token]
             ended = next((i for i, token in enumerate(emitted) if token in settings.eos_ids), None)
@@ -143,6 +146,7 @@ def generate(
             if observer is not None and target.hidden is not None:
                 observer.observe(target.hidden[: len(emitted)])
             drafter.settle(len(sequence) - 1)
+        pace.learn(len(proposal.tokens), accepted, drafting.ms, verifying.ms, whole.ms)
         recorder.add("upkeep", "engine", len(sequence) - len(emitted), 0, ms=whole.ms - drafting.ms - verifying.ms)
         recorder.add("emit", "engine", len(sequence) - len(emitted), len(emitted), ms=whole.ms, tokens=emitted, roles=list(roles))
         yield Round(tuple(emitted), roles, tuple(proposal.tokens), accepted, finish)

@@ -19,8 +19,9 @@ from masw.cases import Case, planted_positions
 from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.drafters import aligned
+from masw.methods import METHODS, MemoryOptions
 from masw.prefill import CHUNK
-from masw.session import Session
+from masw.session import Session, adaptor_for
 from masw.snapkv import draft_memory
 from masw.tokenizer import AnyTokenizer
 from masw.verify import likeliest
@@ -30,7 +31,7 @@ from masw.verify import likeliest
 class Variant:
     """One draft memory that is measured."""
 
-    method: str  # full | window | window-equal | masw-untrained | masw
+    method: str  # full | window | window-equal | snapkv | hybrid | masw-untrained | masw
     shape: MemoryShape
     window: int | None  # as asked for: `window-equal` has a longer one, of as many entries as masw
     stride: int | None
@@ -52,7 +53,7 @@ class Row:
     tokens_per_iteration: dict[int, float]  # by gamma
     kl: float
     retention: float | None  # tokens per iteration over that of `full`, at the first gamma
-    recovered_gap: float | None  # (masw - window) / (full - window), at the first gamma; None where full is no better
+    recovered_gap: float | None  # (this - window) / (full - window), at the first gamma; None where full is no better
 
 
 def variants(
@@ -62,8 +63,12 @@ def variants(
     untrained: Adaptor,
     trained: Callable[[int], Adaptor | None],
     sinks: int,
+    quiet: Adaptor | None = None,
 ) -> list[Variant]:
-    """The draft memories of one context. `trained(r)` is the adaptor for stride r, None when there is none."""
+    """The draft memories of one context, all of a window and stride of as many bytes but `window`.
+
+    `trained(r)` is the adaptor for stride r, None when there is none: `hybrid` then has the slots of `quiet`, or of `untrained`.
+    """
     found = [Variant("full", MemoryShape(), None, None)]
     for window in windows:
         found.append(Variant("window", MemoryShape(sinks, window), window, None))
@@ -71,7 +76,11 @@ def variants(
             slots = MemoryShape(sinks, window, stride)
             found.append(Variant("window-equal", MemoryShape(sinks, window + context // stride), window, stride))
             found.append(Variant("masw-untrained", slots, window, stride, untrained))
-            adaptor = trained(stride)
+            adaptor, options = trained(stride), MemoryOptions(sinks, window, stride)
+            for method, slot in (("snapkv", None), ("hybrid", adaptor or quiet or untrained)):
+                shape = METHODS[method].memory(options)
+                assert shape is not None
+                found.append(Variant(method, shape, window, stride, slot))
             if adaptor is not None:
                 found.append(Variant("masw", slots, window, stride, adaptor))
     return found
@@ -156,12 +165,14 @@ def run(
     """
     draft, target = session.pair.draft, session.pair.target
     untrained = Adaptor.copied(draft.decoder, AdaptorInfo(draft.name, ()))
-    results = []
+    quiet, results = None, []
     for case in chosen:
         said = cases.answer(session, case, answer_tokens)
         if len(said) < 2 or (case.planted and not planted_positions(target.tokenizer, said, case.planted)):
             continue
-        choices = variants(windows, strides, case.context, untrained, trained, sinks)
+        if quiet is None and (methods is None or "hybrid" in methods):
+            quiet, _ = adaptor_for(draft.decoder, draft.name, strides[0], "quiet", case.prompt)
+        choices = variants(windows, strides, case.context, untrained, trained, sinks, quiet)
         choices = [c for c in choices if c.method == "full" or methods is None or c.method in methods]
         results.append((case, choices, judge(draft.decoder, choices, case, said, target.tokenizer, target.config.vocab)))
     return summarise(results, gammas)
@@ -191,7 +202,7 @@ def summarise(results: Sequence[tuple[Case, Sequence[Variant], Sequence[Outcome]
                 speed[name, context, method, window, stride],
                 fmean(o.kl for o in found),
                 mine / full,
-                (mine - base) / (full - base) if base is not None and full > base and method.startswith("masw") else None,
+                (mine - base) / (full - base) if base is not None and full > base and stride is not None else None,
             )
         )
     return table

@@ -156,7 +156,9 @@ class Session:
                 header["draft_weights"] = str(dtype).removeprefix("torch.")
                 header["eagle"] = {"file": file.name, **asdict(head.info)}
             if shape.stride is not None:
-                adaptor, found = adaptor_for(draft.decoder, draft.name, shape.stride, options.adaptor, prompt)
+                # A memory with a budget has fewer slots than the stride r it was asked for: those of an adaptor for r, each over more tokens.
+                stride = shape.budget or shape.stride
+                adaptor, found = adaptor_for(draft.decoder, draft.name, stride, options.adaptor, prompt)
                 header["adaptor"] = {"file": found.name if found else None, **asdict(adaptor.info)}
             memory = draft_memory(config, shape, tokens=total, device=device, dtype=dtype, adaptor=adaptor)
             # Two streams of numbers, so that the accept rule's are independent of the draft's.

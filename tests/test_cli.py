@@ -59,7 +59,7 @@ REPORT_KEYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["masw", "full", "window", "none"])
+@pytest.mark.parametrize("method", ["masw", "full", "window", "snapkv", "hybrid", "none"])
 def test_json_is_one_object_last_on_standard_output(masw, document: Path, method: str) -> None:
     code, out, _ = masw(
         "run", document, "--pair", "tiny", "--method", method, "--max-new-tokens", 12, "--dtype", "fp32", "--compare", "--json"
@@ -92,6 +92,18 @@ def test_table_says_identical_and_that_slots_are_untrained(masw, document: Path)
         "upkeep",
     ):
         assert name in out, name
+
+
+@pytest.mark.parametrize("method", ["hybrid", "lookup", "none"])
+def test_adaptive_gamma(masw, document: Path, tmp_path: Path, method: str) -> None:
+    path = tmp_path / "run.jsonl"
+    options = ("--pair", "tiny", "--method", method, "--gamma", "auto", "--max-new-tokens", 24, "--dtype", "fp32")
+    code, out, _ = masw("run", document, *options, "--compare", "--trace", path)
+    assert code == 0 and "identical to the target's own greedy output: yes" in out
+    assert ("gamma chosen a round, mean" in out) == (method != "none")
+    trace = Trace.load(path)
+    assert trace.header["settings"]["adaptive"] is True and trace.header["settings"]["gamma"] == 8
+    assert trace.of("verify")[0].data["gamma"] == 8
 
 
 def test_self_pair_says_that_no_speed_up_can_be_expected(masw, document: Path) -> None:
@@ -198,6 +210,7 @@ def test_missing_file_and_folder(masw, tmp_path: Path) -> None:
 
 BAD_OPTIONS = [
     (("--gamma", 0), "gamma must be"),
+    (("--gamma", "fast"), "gamma must be auto or 1 to 64 drafted tokens, not 'fast'"),
     (("--gamma", 17), "rollback window of 16"),
     (("--gamma", 14, "--stride", 4), "use a gamma of at most 12"),
     (("--stride", 0), "stride must be"),

@@ -552,9 +552,13 @@ def test_eval_adaptor_prints_the_agreed_object(masw: Masw, rows: Path, tmp_path:
         ("window", 16, None),
         ("window-equal", 16, 4),
         ("masw-untrained", 16, 4),
+        ("snapkv", 16, 4),
+        ("hybrid", 16, 4),
         ("masw", 16, 4),
         ("window-equal", 16, 8),
         ("masw-untrained", 16, 8),
+        ("snapkv", 16, 8),
+        ("hybrid", 16, 8),
         ("masw", 16, 8),
     ]
     for row in report["rows"]:

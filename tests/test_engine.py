@@ -513,6 +513,51 @@ def test_a_draft_that_was_not_fed_catches_up(method: str, skipped: int) -> None:
     same_as_fresh(drafter)
 
 
+# ---- gamma chosen round by round
+
+
+class Scripted:
+    """Chooses these gammas in turn; remembers what it is told."""
+
+    def __init__(self, most: int) -> None:
+        self.gammas, self.told = iter([3, 0, 0, 5, 1, 0, 8, *[0] * 18, 4, 4]), []
+
+    def choose(self, room: int) -> int:
+        return min(next(self.gammas, 2), room)
+
+    def learn(self, drafted: int, accepted: int, draft_ms: float, verify_ms: float, round_ms: float) -> None:
+        assert 0 <= draft_ms + verify_ms <= round_ms + 1e-6
+        self.told.append((drafted, accepted))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_gamma_of_each_round_is_chosen_and_recorded(method: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also 0 for longer than the rollback window: the draft's memory ends as one that read the text token by token."""
+    paces: list[Scripted] = []
+    monkeypatch.setattr("masw.engine.Adaptive", lambda most: paces.append(Scripted(most)) or paces[-1])
+    drafter, settings = drafter_for(method, NOISY, sampling=sampling), Settings(60, 8, sampling, adaptive=True)
+    result = run(Target(TARGET, 120), drafter, PROMPT, settings)
+    assert len(result.tokens) == 60
+    if sampling.greedy:
+        assert result.tokens[:40] == TEXT
+    asked = [e.data["gamma"] for e in result.recorder.trace.of("verify")]
+    assert asked[:25] == [3, 0, 0, 5, 1, 0, 8, *[0] * 18]
+    assert all(len(r.drafted) <= gamma for r, gamma in zip(result.rounds, asked, strict=True))
+    assert paces[0].told == [(len(r.drafted), r.accepted) for r in result.rounds]
+    if METHODS[method].model:
+        assert [len(r.drafted) for r in result.rounds] == asked
+        same_as_fresh(drafter)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adaptive_gamma_is_lossless(method: str) -> None:
+    result = run(Target(TARGET, 100), drafter_for(method, NOISY), PROMPT, Settings(40, 8, adaptive=True))
+    assert result.tokens == TEXT
+    gammas = [e.data["gamma"] for e in result.recorder.trace.of("verify")]
+    assert gammas[0] == 8 and max(gammas) <= 8
+
+
 # ---- the table of methods
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -77,7 +78,7 @@ def test_tokens_per_iteration_is_the_engines_own(tmp_path: Path, prompt_seed: in
         for gamma in (1, 2, 5, 8):
             settings = Settings(40, gamma, eos_ids=eos)
             method = choice.method.split("-")[0]
-            adaptor = str(path) if choice.method == "masw" else "none"
+            adaptor = str(path) if choice.method in ("masw", "hybrid") else "none"
             options = RunOptions(method, MemoryOptions(2, window, choice.stride or 8), settings, adaptor)
             assert options.shape() == choice.shape
             job = pair.run(prompt, options)
@@ -86,7 +87,7 @@ def test_tokens_per_iteration_is_the_engines_own(tmp_path: Path, prompt_seed: in
             assert found.tokens == said
             assert found.tokens_per_iteration == pytest.approx(tokens_per_iteration(outcome.agree, gamma), abs=1e-12), choice
             seen.add(round(found.tokens_per_iteration or 0, 3))
-    assert {c.method for c in choices} == {"full", "window", "window-equal", "masw-untrained", "masw"}
+    assert {c.method for c in choices} == {"full", "window", "window-equal", "masw-untrained", "snapkv", "hybrid", "masw"}
     assert len(seen) > 4  # the draft is neither always nor never right
 
 
@@ -124,6 +125,20 @@ def test_the_full_draft_of_the_target_itself_agrees_with_all_of_it() -> None:
     found = evaluate.judge(pair.pair.draft.decoder, choices, case, said, TOKENIZER, ByteTokenizer.VOCAB)
     assert all(found[0].agree) and found[0].kl == 0
     assert all(o.kl > 0 and not all(o.agree) for o in found[1:2])
+
+
+def test_variants_of_a_cell_have_the_same_bytes_and_the_slots_that_there_are() -> None:
+    draft = session().pair.draft.decoder
+    untrained, quiet, trained = (trained_adaptor(draft, seed=seed) for seed in (1, 2, 3))
+    for adaptor in (None, trained):
+        found = evaluate.variants([64], [4, 8], 512, untrained, lambda r, a=adaptor: a, 4, quiet)
+        for stride in (4, 8):
+            cell = {v.method: v for v in found if v.stride == stride}
+            sizes = {name: replace(v.shape, prompt=511 if v.shape.budget else None).entries(511) for name, v in cell.items()}
+            assert max(sizes.values()) - min(sizes.values()) <= 1  # window-equal counts a slot that the last token would close
+            assert cell["hybrid"].adaptor is (adaptor or quiet) and cell["snapkv"].adaptor is None
+        without = evaluate.variants([64], [4], 512, untrained, lambda r: None, 4)
+        assert next(v for v in without if v.method == "hybrid").adaptor is untrained
 
 
 # ---- the table
@@ -261,5 +276,5 @@ def test_numbers_are_finite(tmp_path: Path) -> None:
     rows = [{"id": str(i), "text": WORDS * (8 + i), "question": ""} for i in range(2)]
     chosen = cases.long_cases("set", rows, TOKENIZER, 256, 2)
     table = evaluate.run(pair, chosen, [16], [4], [5, 8], lambda r: None, sinks=4, answer_tokens=16)
-    assert [r.method for r in table] == ["full", "window", "window-equal", "masw-untrained"]
+    assert [r.method for r in table] == ["full", "window", "window-equal", "masw-untrained", "snapkv", "hybrid"]
     assert all(r.n == 2 and math.isfinite(r.kl) and 1 <= r.tokens_per_iteration[5] <= 6 for r in table)

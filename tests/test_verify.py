@@ -17,6 +17,7 @@ from torch import Tensor
 from masw.config import MemoryShape
 from masw.engine import Settings, Target
 from masw.errors import UsageError
+from masw.methods import MemoryOptions
 from masw.verify import Sampling, Verdict, accept, accept_greedy, accept_probability, distribution, draw, likeliest, residual
 from tests.helpers import drafter_for, noisy, reference_logits, run, tiny_config, tiny_decoder
 
@@ -305,18 +306,34 @@ def test_sampling_at_the_edge_of_the_range() -> None:
 # ---- the whole loop
 
 
+class Streak:
+    """A gamma that depends on what was accepted before: one more than that, or none after a refusal."""
+
+    def __init__(self, most: int) -> None:
+        self.next = 1
+
+    def choose(self, room: int) -> int:
+        return min(self.next, room)
+
+    def learn(self, drafted: int, accepted: int, *times: float) -> None:
+        self.next = accepted + 1 if drafted == 0 or accepted else 0
+
+
 @pytest.mark.parametrize(
-    ("method", "sampling"),
+    ("method", "sampling", "adaptive"),
     [
-        ("full", Sampling(temperature=1.0)),
-        ("full", Sampling(temperature=0.8, top_k=4)),
-        ("full", Sampling(temperature=1.1, top_p=0.8)),
-        ("eagle", Sampling(temperature=0.9, top_k=5, top_p=0.95)),
+        ("full", Sampling(temperature=1.0), False),
+        ("full", Sampling(temperature=0.8, top_k=4), False),
+        ("full", Sampling(temperature=1.1, top_p=0.8), False),
+        ("eagle", Sampling(temperature=0.9, top_k=5, top_p=0.95), False),
+        ("snapkv", Sampling(temperature=1.0), False),
+        ("full", Sampling(temperature=1.0), True),
     ],
     ids=str,
 )
-def test_chi_square_of_the_whole_loop(method: str, sampling: Sampling) -> None:
+def test_chi_square_of_the_whole_loop(method: str, sampling: Sampling, adaptive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting, verifying and drawing with tiny models, seed after seed: the counts are those of the target alone."""
+    monkeypatch.setattr("masw.engine.Adaptive", Streak)
     vocab, prompt, runs = 7, [1, 4, 2], 2000
     decoder = tiny_decoder(tiny_config(vocab=vocab, layers=1), seed=2)
     draft = noisy(decoder, 0.3)
@@ -329,7 +346,8 @@ def test_chi_square_of_the_whole_loop(method: str, sampling: Sampling) -> None:
     target, counts, accepted, drafted = Target(decoder, 16), Counter[Sequence[int]](), 0, 0
     for seed in range(runs):
         one = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed=97 * seed)
-        result = run(target, drafter_for(method, draft, sampling=one, tokens=16), prompt, Settings(3, gamma=2, sampling=one))
+        drafter = drafter_for(method, draft, sampling=one, options=MemoryOptions(0, 1, 1), tokens=16)
+        result = run(target, drafter, prompt, Settings(3, gamma=2, sampling=one, adaptive=adaptive))
         counts[tuple(result.tokens[:2])] += 1
         accepted += sum(r.accepted for r in result.rounds)
         drafted += sum(len(r.drafted) for r in result.rounds)

@@ -41,7 +41,9 @@ def run(
     task: Annotated[
         str | None, typer.Option(help='summarize | continue | question "...". Default: summarize, or question when one is given.')
     ] = None,
-    gamma: Annotated[int, typer.Option(help="Drafted tokens per verify pass.")] = 5,
+    gamma: Annotated[
+        str, typer.Option(help="Drafted tokens per verify pass, or auto: as many each round as pays on measured times, 0 to 8.")
+    ] = "5",
     stride: Annotated[int, typer.Option(help="r: raw tokens per memory slot.")] = 8,
     window: Annotated[int, typer.Option(help="W: last raw tokens kept exactly.")] = 512,
     sinks: Annotated[int, typer.Option(help="S: first raw tokens kept exactly.")] = 4,
@@ -73,11 +75,14 @@ def run(
     ] = False,
 ) -> None:
     """Answer about FILE with speculative decoding: the output is the target's own, whatever the draft remembers."""
+    from dataclasses import replace
+
     from masw import documents, prompts
     from masw.adaptor import read_info
     from masw.devices import resolve_device, resolve_dtype
     from masw.engine import Settings
     from masw.files import check_writable
+    from masw.gamma import parse
     from masw.methods import MemoryOptions, method_named
     from masw.quantise import check_kind
     from masw.session import ADAPTORS, RunOptions, Session, eagle_file
@@ -85,7 +90,8 @@ def run(
     from masw.zoo import load_pair, resolve_pair
 
     # Everything that can be refused is refused before a model is fetched or loaded.
-    settings = Settings(max_new_tokens, gamma, Sampling(temperature, top_k, top_p, seed))
+    most, adaptive = parse(gamma)
+    settings = Settings(max_new_tokens, most, Sampling(temperature, top_k, top_p, seed), adaptive=adaptive)
     options = RunOptions(method, MemoryOptions(sinks, window, stride), settings, adaptor, draft_weights, eagle)
     options.shape()
     task = task or ("question" if question else "summarize")
@@ -106,7 +112,7 @@ def run(
         _note(f"the encoding {document.encoding} is a guess; if the text reads wrong, name the right one with --encoding")
     session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
     tokenizer = session.pair.target.tokenizer
-    settings = Settings(max_new_tokens, gamma, settings.sampling, session.pair.target.eos_ids)
+    settings = replace(settings, eos_ids=session.pair.target.eos_ids)
     options = RunOptions(method, options.memory, settings, adaptor, draft_weights, eagle)
     limit = _context(max_context, session.context_limit)
     if max_new_tokens >= limit:
@@ -118,7 +124,7 @@ def run(
     stop = Stop()
     with stop:
         job = session.run(prompt.ids, options, stop)
-        session.warm_up(gamma, draft_weights)
+        session.warm_up(most, draft_weights)
         kind = str(session.pair.target.decoder.dtype).removeprefix("torch.")
         _note(f"{pair}: {len(prompt.ids):,} prompt tokens, method {method}, {where} {kind}")
         try:
@@ -129,8 +135,6 @@ def run(
             raise
         reference = difference = None
         if compare and not stop():
-            from dataclasses import replace
-
             reference = session.run(prompt.ids, replace(options, method="none"), stop)
             _note("the same again without a draft, for comparison")
             _stream(reference, session, echo=False)
@@ -256,6 +260,9 @@ def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Ses
         lines.append(Line("speed-up, end to end", f"{total:.2f}x", "1"))
     lines.append(Line("verify pass, median", number(s.verify_ms, "ms", 1), number(ar.verify_ms, "ms", 1) if ar else ""))
     if drafts:
+        if job.options.settings.adaptive:
+            asked = [e.data["gamma"] for e in job.trace.of("verify")]
+            lines.append(Line("gamma chosen a round, mean", number(sum(asked) / len(asked) if asked else None, "", 2)))
         by_position = " ".join(f"{share:.2f}" for share in s.acceptance_by_position) or "not measured"
         lines += [
             Line("draft step, median", number(s.draft_ms, "ms", 1)),
