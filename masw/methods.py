@@ -40,7 +40,7 @@ class Method:
         return None if self.shape is None else self.shape(options)
 
 
-HYBRID = 4  # `hybrid` has a slot where `masw` has this many; what that frees holds exact entries (measured, docs/LOG.md)
+HYBRID = 8  # `hybrid` has a slot where `masw` has this many; what that frees holds exact entries (measured, docs/LOG.md)
 
 
 def _snapkv(o: MemoryOptions) -> MemoryShape:
