@@ -546,7 +546,7 @@ def test_gamma_of_each_round_is_chosen_and_recorded(method: str, sampling: Sampl
     assert all(len(r.drafted) <= gamma for r, gamma in zip(result.rounds, asked, strict=True))
     assert paces[0].told == [(len(r.drafted), r.accepted) for r in result.rounds]
     if METHODS[method].model:
-        assert [len(r.drafted) for r in result.rounds] == asked
+        assert METHODS[method].copies or [len(r.drafted) for r in result.rounds] == asked
         same_as_fresh(drafter)
 
 

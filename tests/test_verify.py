@@ -326,7 +326,7 @@ class Streak:
         ("full", Sampling(temperature=0.8, top_k=4), False),
         ("full", Sampling(temperature=1.1, top_p=0.8), False),
         ("eagle", Sampling(temperature=0.9, top_k=5, top_p=0.95), False),
-        ("snapkv", Sampling(temperature=1.0), False),
+        ("snapkv", Sampling(temperature=2.0), False),
         ("full", Sampling(temperature=1.0), True),
     ],
     ids=str,
