@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -633,3 +634,80 @@ def projection_distance(rows: Sequence[Mapping[str, Any]], *, note: str = "", te
         f"Over {len(rows)} layers keys moved by {mean['key']:.1f} % and values by {mean['value']:.1f} % of their norm on average.",
         [dict(r) for r in rows],
     )
+
+
+def memory_content(shape: MemoryShape, tokens: int, *, template: str = "light") -> Drawn:
+    """What is held once `tokens` tokens are accepted, by RoPE position: one line a kind of entry, from the shape alone."""
+    count, r = state_count(shape, tokens), shape.stride or 1
+    start = tokens - count["window"]
+    held = {
+        "sink": list(range(count["sink"])),
+        "slot": [m * r for m in range(1, count["slot"] + 1)],
+        "window": list(range(start, tokens)),
+        "evicted": [count["sink"], start - 1] if count["evicted"] else [],
+    }
+    figure = canvas(
+        f"What the draft holds after {tokens:,} tokens",
+        x="RoPE position (tokens)",
+        y="kind of entry",
+        template=template,
+        height=360,
+    )
+    for kind, where in held.items():
+        if not where:
+            continue
+        mode = "lines" if kind == "evicted" else "markers"
+        look = {"line": {"color": "#999999", "width": 8, "dash": "dot"}} if mode == "lines" else {}
+        figure.add_scatter(
+            x=where,
+            y=[MEANING[kind]] * len(where),
+            mode=mode,
+            name=f"{GLYPHS[kind]} {MEANING[kind]}: {count[kind]:,}",
+            marker={
+                "color": COLOURS[kind],
+                "line": {"width": 1, "color": outline(kind, template)},
+                "size": 7,
+                "symbol": {"sink": "triangle-down", "slot": "diamond"}.get(kind, "square"),
+            },
+            **look,
+        )
+    twice = tokens if shape.stride and tokens % r == 0 else None
+    if twice:
+        figure.add_scatter(
+            x=[tokens],
+            y=[MEANING["window"]],
+            mode="markers",
+            name=f"the next raw token, also at position {tokens:,}",
+            marker={"symbol": "square-open", "size": 12, "color": ink(template), "line": {"width": 2}},
+        )
+        figure.add_vline(x=tokens, line={"color": ink(template), "width": 1, "dash": "dot"})
+    entries = shape.entries(tokens)
+    said = (
+        f"{count['sink']} sinks, {count['window']} raw tokens of the window and {count['slot']} slots are {entries} entries; "
+        f"{count['evicted']} raw tokens have left"
+    )
+    share = f" A full cache would hold {tokens:,}."
+    note = f" Slot {tokens // r} and the raw token that comes next share position {tokens:,}." if twice else ""
+    table = [
+        {"kind": MEANING[k], "entries": count[k], "first position": w[0] if w else None, "last position": w[-1] if w else None}
+        for k, w in held.items()
+    ]
+    return Drawn(figure, f"S {shape.sinks}, W {shape.window}, r {shape.stride}: {said}.{share}{note}", f"{said}.{note}", table)
+
+
+def knob_rows(shape: MemoryShape, knob: str, values: Sequence[int], tokens: Sequence[int], entry: int) -> list[dict[str, Any]]:
+    """Rows for `sweep`: bytes allocated when one knob (sinks, window, stride) varies, for each context in `tokens`."""
+    rows = []
+    for value in values:
+        varied = replace(shape, **{knob: value})
+        rows += [
+            {
+                knob: value,
+                "context": f"{t:,} tokens",
+                "entries": varied.capacity(t),
+                "mib": varied.capacity(t) * entry / MIB,
+                "share": 100 * varied.capacity(t) / t,
+            }
+            for t in tokens
+        ]
+    return rows

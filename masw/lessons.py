@@ -1,0 +1,360 @@
+"""Where notebooks get their data: recorded files (no model) or a live run, behind the same calls.
+
+mode "trace" reads data/traces, which scripts/record_traces.py and scripts/record_explained.py made. mode "live" loads the pair.
+Torch is imported only where something is computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from masw.config import MemoryShape
+from masw.errors import UsageError
+from masw.failures import failures
+from masw.trace import Trace
+
+if TYPE_CHECKING:
+    from masw.explain import RolledBack
+    from masw.session import Run, RunOptions, Session
+
+SAMPLE = "guide.md"
+METHODS = ("none", "full", "window", "masw", "lookup")
+SLOT, SAMPLE_TOKENS = 16, 200  # the slot whose attention is shown, and the tokens of the sample that are read for it
+SHOWN = MemoryShape(4, 64, 8)  # its memory: short enough that every key gets a bar
+CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass
+class Lesson:
+    """Data of one notebook. `mode` is trace or live; `document` a text file, empty for the sample."""
+
+    mode: str = "trace"
+    pair: str = "smollm2"
+    sinks: int = 4
+    window: int = 256
+    stride: int = 8
+    gamma: int = 5
+    tokens: int = 96
+    dtype: str = "fp32"
+    document: str = ""
+    seed: int = 0
+    _traces: dict[str, Trace] = field(default_factory=dict, repr=False)
+    _missed: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("trace", "live"):
+            raise UsageError(f"mode is trace or live, not {self.mode!r}")
+
+    @property
+    def shape(self) -> MemoryShape:
+        return MemoryShape(self.sinks, self.window, self.stride)
+
+    @property
+    def source(self) -> str:
+        """One sentence on where the data come from."""
+        if self.mode == "live":
+            return f"Live: computed now with the pair {self.pair} on {self.document or SAMPLE}."
+        made = self._explained["provenance"]
+        return (
+            f"Recorded: traces of the pair {self.pair} on {SAMPLE}, made {made['created'][:10]} on {made['device']} with masw "
+            f"{made['masw']} (commit {made['commit']}). No model is loaded."
+        )
+
+    # ---- runs
+
+    def traces(self, methods: Sequence[str] = METHODS) -> dict[str, Trace]:
+        """A trace of each method on the same prompt; methods that were not recorded are left out."""
+        missing = [m for m in methods if m not in self._traces]
+        if self.mode == "trace":
+            for method in missing:
+                path = recorded_folder() / f"{self.pair}-{method}.jsonl"
+                if path.is_file():
+                    self._traces[method] = Trace.load(path)
+            if not any(m in self._traces for m in methods):
+                raise UsageError(f'no trace of {self.pair} with {", ".join(methods)} is recorded; use mode = "live"')
+        elif missing:
+            for method, run in runs_of(self.session, missing, self.options, self.document):
+                self._traces[method] = run.trace
+                self._missed += [{"method": method, **row} for row in failures(run.trace, run.prompt)]
+        return {m: self._traces[m] for m in methods if m in self._traces}
+
+    def failures(self) -> list[dict[str, Any]]:
+        """Rows for `masw.figures.failure_distance`, of the methods that were run or recorded."""
+        if self.mode == "trace":
+            return list(_read(f"{self.pair}-failures.json")["rows"])
+        return self._missed
+
+    @cached_property
+    def session(self) -> Session:
+        """The loaded pair (live mode)."""
+        import torch
+
+        from masw.devices import resolve_dtype
+        from masw.session import Session
+        from masw.zoo import load_pair
+
+        device = torch.device("cpu")
+        return Session(load_pair(self.pair, device, resolve_dtype(self.dtype, device)))
+
+    @cached_property
+    def options(self) -> RunOptions:
+        from masw.engine import Settings
+        from masw.methods import MemoryOptions
+        from masw.session import RunOptions
+        from masw.verify import Sampling
+
+        settings = Settings(self.tokens, self.gamma, Sampling(seed=self.seed), self.session.pair.target.eos_ids)
+        return RunOptions(memory=MemoryOptions(self.sinks, self.window, self.stride), settings=settings)
+
+    # ---- what scripts/record_explained.py records
+
+    @cached_property
+    def _explained(self) -> dict[str, Any]:
+        return _read(f"{self.pair}-explained.json") if self.mode == "trace" else explained(self.session)
+
+    def attention(self) -> dict[str, Any]:
+        """Profile for `masw.figures.slot_attention`."""
+        return dict(self._explained["attention"])
+
+    def distance(self) -> tuple[list[dict[str, Any]], str]:
+        """Rows for `masw.figures.projection_distance`, and which adaptor they are of."""
+        return self._explained["distance"], self._explained["adaptor"]
+
+    def buffers(self) -> list[dict[str, Any]]:
+        """Rows for `masw.figures.memory_by_context`, measured beside predicted."""
+        return list(self._explained["buffers"])
+
+    def latency(self) -> list[dict[str, Any]]:
+        """Rows for `masw.figures.latency_by_context`."""
+        return list(self._explained["latency"])
+
+    def entry_bytes(self) -> int:
+        """Bytes of one KV entry of the draft."""
+        return int(self._explained["entry_bytes"])
+
+    # ---- demonstrations, quick enough to be computed in both modes
+
+    def roll_back(self, read: int = 1001, drafted: int = 7, kept: int = 4) -> RolledBack:
+        """Rejects a draft on purpose. trace: on the tiny pair, random weights that are made on the spot; live: on the pair's draft."""
+        import torch
+
+        from masw.explain import roll_back
+        from masw.zoo import load_pair
+
+        live = self.mode == "live"
+        draft = self.session.pair.draft if live else load_pair("tiny", torch.device("cpu"), torch.float32).draft
+        ids = draft.tokenizer.encode(sample_text())
+        return roll_back(draft.decoder, self.shape, ids[:read], ids[read : read + drafted], kept)
+
+    def training(self) -> dict[str, list[dict[str, Any]]]:
+        """Recorded training logs by name (both modes): see docs/TRAINING.md for their lines."""
+        found = sorted(recorded_folder().glob(f"training-{self.pair}-*.jsonl"))
+        return {p.stem.removeprefix(f"training-{self.pair}-"): _lines(p) for p in found}
+
+    def train(self, seconds: float = 120.0) -> list[dict[str, Any]]:
+        """Trains the pair's draft for `seconds` on the first three quarters of the sample, measured on the rest; the lines of its log.
+        Live mode only."""
+        if self.mode != "live":
+            return []
+        import tempfile
+
+        from masw import corpus
+        from masw import train as training
+
+        draft = self.session.pair.draft
+        log: list[dict[str, Any]] = []
+        with tempfile.TemporaryDirectory(prefix="masw-lesson-") as name:
+            folder = Path(name)
+            config = training.recipe(
+                base=draft.name, stages=("256x2:200k:1/1/0",), windows=(48, 64), strides=(8,), eval_windows=(48,), quiet=5.0,
+                eval_tokens=4096, warmup_steps=4, seed=self.seed,
+            )  # fmt: skip
+            text, parts = sample_text(), [folder / "text", folder / "held-out"]
+            cut = text.index("\n\n", len(text) * 3 // 4)
+            for part, content in zip(parts, (text[:cut], text[cut:]), strict=True):
+                part.mkdir()
+                (part / SAMPLE).write_text(content, encoding="utf-8")
+            sources = corpus.Sources(text=(str(parts[0]),), valid=(str(parts[1]),))
+            read = corpus.load(sources, draft.tokenizer, folder / "tokens", self.seed, ((256, 2),), lambda _: None)
+            training.train(
+                config, draft.decoder, read.texts, read.answers, read.held, folder / "run", separator=read.separator,
+                listener=log.append, max_seconds=seconds,
+            )  # fmt: skip
+        return log
+
+
+def runs_of(session: Session, methods: Sequence[str], options: RunOptions, document: str = "") -> Iterator[tuple[str, Run]]:
+    """Runs `methods` one after the other on one prompt (a summary of `document`, by default the sample) and names their tokens.
+
+    `none` leads where it is asked for, so that its trace has the target's whole prefill; the others share it. A method that lacks
+    what it needs (a head that nobody trained) is left out.
+    """
+    from masw import documents, prompts
+    from masw.session import name_pieces
+
+    target = session.pair.target
+    text = documents.read(document or str(sample_path()))
+    prompt = prompts.build(target.tokenizer, text, "summarize", None, session.context_limit - options.settings.max_new_tokens)
+    session.warm_up(options.settings.gamma)
+    for method in sorted(methods, key=lambda m: m != "none"):
+        try:
+            run = session.run(prompt.ids, replace(options, method=method))
+        except UsageError as error:
+            if "no eagle head" in str(error):
+                continue
+            raise
+        for _ in run:
+            pass
+        name_pieces(run.trace, target.tokenizer)
+        yield method, run
+
+
+def explained(session: Session, adaptor: str = "none", longest: int = 4096) -> dict[str, Any]:
+    """Everything about the draft that the notebooks show beside runs: attention, distances, buffers, step times up to `longest`."""
+    import torch
+
+    from masw import cost, explain, hardware
+    from masw.provenance import provenance
+    from masw.session import adaptor_for
+
+    draft = session.pair.draft
+    decoder, dtype = draft.decoder, draft.decoder.dtype
+    ids = draft.tokenizer.encode(sample_text())[:SAMPLE_TOKENS]
+    chosen, path = adaptor_for(decoder, draft.name, SHOWN.stride or 8, adaptor, ids)
+    what = "the untrained copy" if path is None else f"{path.name}, trained on {chosen.info.provenance.get('tokens', 0):,} tokens"
+    shapes = {"full": MemoryShape(), "masw": MemoryShape(4, 256, 8), "window": MemoryShape(4, 256)}
+    contexts = [c for c in CONTEXTS if c <= min(longest, draft.config.max_position - 64)]
+    sizes = {
+        "full": MemoryShape(),
+        "masw r 4": MemoryShape(4, 256, 4),
+        "masw r 8": MemoryShape(4, 256, 8),
+        "window": MemoryShape(4, 256),
+    }
+    return {
+        "provenance": {"sample": SAMPLE, **provenance(decoder.device, dtype)},
+        "adaptor": what,
+        "attention": {**explain.slot_attention(decoder, chosen, ids, SHOWN, SLOT), "note": f"Adaptor: {what}."},
+        "distance": explain.projection_distance(decoder, chosen),
+        "entry_bytes": cost.kv_entry_bytes(draft.config, dtype.itemsize),
+        "buffers": explain.buffers(draft.config, sizes, CONTEXTS, dtype),
+        "latency": explain.step_times(
+            decoder, shapes, contexts, bandwidth=hardware.measure_bandwidth(torch.device("cpu"), dtype), repeats=9
+        ),
+    }  # fmt: skip
+
+
+def recorded_folder() -> Path:
+    from masw.session import data_folder
+
+    return data_folder() / "traces"
+
+
+def sample_path() -> Path:
+    from masw.session import data_folder
+
+    return data_folder() / "samples" / SAMPLE
+
+
+def sample_text() -> str:
+    return sample_path().read_text(encoding="utf-8")
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = recorded_folder() / name
+    if not path.is_file():
+        raise UsageError(f'{name} is not recorded; use mode = "live"')
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+# ---- result tables
+
+PAPER = [
+    {"method": "MASW", "target": "8B", "context": "8K to 32K", "speed-up": "1.30x to 2.08x"},
+    {"method": "MASW", "target": "70B", "context": "best", "speed-up": "3.33x"},
+    {"method": "uncompressed strong draft", "target": "8B", "context": "8K to 32K", "speed-up": "1.18x to 0.98x"},
+    {"method": "EAGLE", "target": "70B", "context": "8K", "speed-up": "0.64x"},
+    {"method": "sliding window", "target": "8B", "context": "16K", "speed-up": "0.37x"},
+]  # as the paper reports them (arXiv 2608.30252): GovReport, QMSum and MultiNews of LongBench
+
+BENCH_COLUMNS = {
+    "set": "set", "context": "context (tokens)", "method": "method", "documents": "documents", "n": "runs",
+    "speedup": "speed-up (x, measured)", "speedup_predicted": "speed-up (x, predicted)", "speedup_at_floor": "speed-up (x, at floor)",
+    "tokens_per_iteration": "tokens per iteration", "acceptance": "acceptance", "draft_ms": "draft step (ms)",
+    "draft_kv_ratio": "draft KV (share of full)", "identical": "identical to greedy",
+}  # fmt: skip
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    """Rows of data/results/NAME.jsonl, without headers; none when it is not there (yet)."""
+    path = recorded_folder().parent / "results" / f"{name}.jsonl"
+    return [row for row in _lines(path) if row.get("type", "row") not in ("header", "session")] if path.is_file() else []
+
+
+def bench_lines() -> list[dict[str, Any]]:
+    """Lines of the benchmark's summary tables in data/results (docs/BENCH.md): a set, a context and a method each."""
+    folder = recorded_folder().parent / "results"
+    rows = [row for path in sorted(folder.glob("**/*.jsonl")) for row in _lines(path)]
+    return [row for row in rows if {"set", "context", "method", "speedup", "speedup_quartiles"} <= row.keys()]
+
+
+NO_RESULTS = (
+    "No benchmark results yet: `masw bench` writes them and data/results holds them. "
+    "Shown instead: the recorded runs on one document."
+)
+
+
+def missing(*questions: str) -> list[dict[str, Any]]:
+    """Rows that say what has not been measured."""
+    return [{"question": q, "result": "not measured yet"} for q in questions]
+
+
+def speedup_points(lines: Sequence[dict[str, Any]], traces: dict[str, Trace]) -> list[dict[str, Any]]:
+    """Rows for `masw.figures.method_bars`: decode speed-up by method and context, from benchmark lines (all sets together where there
+    are several), else from the traces of one document."""
+    from masw.figures import speedup_rows
+
+    if not lines:
+        context = traces["none"].header["prompt_tokens"]
+        return [
+            {"method": r["method"], "context": context, "speed-up": r["measured speed-up"], "n": r["n"]}
+            for r in speedup_rows(traces)
+        ]
+    sets = {r["set"] for r in lines}
+    whole = "all" if "all" in sets else lines[0]["set"]
+    return [
+        {"method": r["method"], "context": r["context"], "speed-up": r["speedup"], "n": r["n"],
+         "low": (r["speedup_quartiles"] or (None, None))[0], "high": (r["speedup_quartiles"] or (None, None))[1]}
+        for r in lines
+        if r["set"] == whole
+    ]  # fmt: skip
+
+
+def trade_off(lines: Sequence[dict[str, Any]], traces: dict[str, Trace]) -> list[dict[str, Any]]:
+    """Memory, step time and tokens per iteration of each method, at the longest context of the lines, else of the traces."""
+    from masw.metrics import summarise
+
+    if lines:
+        longest = max(r["context"] for r in lines)
+        names = {
+            "set": "set", "method": "method", "draft_kv_bytes": "draft KV (bytes)", "draft_ms": "draft step (ms)",
+            "tokens_per_iteration": "tokens per iteration", "n": "n",
+        }  # fmt: skip
+        return [{names[k]: r[k] for k in names} for r in lines if r["context"] == longest]
+    rows = []
+    for name, trace in traces.items():
+        s, kv = summarise(trace), trace.header.get("draft_kv") or {}
+        rows.append(
+            {"method": name, "draft KV (bytes)": kv.get("allocated_bytes"), "draft step (ms)": s.draft_ms,
+             "tokens per iteration": s.tokens_per_iteration, "n": s.rounds}
+        )  # fmt: skip
+    return rows

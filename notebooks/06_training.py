@@ -1,0 +1,106 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What training gives a slot
+#
+# The adaptor is all that is trained: mirrored K/V projections, one pair a layer. Its learning curve from recorded logs, what is known about starts and recipes, and a short training done now (live mode).
+
+# %% tags=["parameters"]
+from typing import Literal
+
+mode: Literal["trace", "live"] = "trace"  # recorded traces (no model), or computed now with the pair
+pair: str = "smollm2"  # any pair of `masw models`; live mode loads it
+seconds: int = 120  # length of the live training [5..3600]
+dtype: Literal["fp32", "bf16"] = "fp32"  # of the draft (live)
+seed: int = 0  # of the live training
+template: Literal["light", "dark"] = "light"  # theme of the figures
+
+# %%
+from masw import figures
+from masw.lessons import Lesson, missing, results
+from masw.report import environment_card, headline, show
+
+lesson = Lesson(mode, pair, dtype=dtype, seed=seed)
+environment_card(
+    {"mode": mode, "pair": pair, "seconds": seconds, "dtype": dtype, "seed": seed, "template": template}, dtype="float32"
+)
+print(lesson.source)
+
+# %% [markdown]
+# ## 1 Learning curves, recorded
+#
+# Agreement: how often the draft's first choice is that of the same model with its full cache. That is what acceptance counts, so it is the measure; loss is the wrong judge. `copy` started from a plain copy of the projections, as the paper does; `quiet` from slots that no query looks at.
+
+# %%
+logs = lesson.training()
+drawn = figures.training_curve(logs, value="agreement", template=template)
+show(drawn)
+
+# %% [markdown]
+# **Takeaway.** A plain copy starts far below the window alone: hundreds of entries that look like tokens and say nothing true. Training first has to undo that. A quiet start begins at the window's level. Whether slots then climb above it is the question that these runs were too short to settle.
+
+# %%
+held = {name: [(r["tokens"], r["agreement"]) for r in lines if r["kind"] == "measure"] for name, lines in logs.items()}
+assert logs and all(points for points in held.values())
+assert "copy" not in held or held["copy"][-1][1] > held["copy"][0][1]
+for name, points in held.items():
+    headline(f"held-out agreement at the start, {name}", points[0][1], "share")
+    headline(f"held-out agreement after {points[-1][0]:,} tokens, {name}", points[-1][1], "share")
+
+# %% [markdown]
+# ## 2 The same runs by distance to the full cache
+
+# %%
+show(figures.training_curve(logs, value="kl", template=template))
+
+# %% [markdown]
+# **Takeaway.** KL falls smoothly where agreement hesitates: most of what is learned first does not change the first choice.
+
+# %%
+first = next(iter(logs.values()))
+assert any(line["kind"] == "step" for line in first)
+
+# %% [markdown]
+# ## 3 Copy or random, short or long, PT + SFT or SFT alone
+#
+# These comparisons need trainings at equal tokens (`scripts/ablations.py`); their table is read here once it exists.
+
+# %%
+ablations = results("ablations")
+rows = ablations or missing("copy against random initialisation", "short against long training", "PT + SFT against SFT only")
+show(figures.method_table(rows, title="Ablations", template=template))
+
+# %% [markdown]
+# **Takeaway.** The paper reports that random initialisation is still worse after 300 steps than the copy at step 0, that training at 8K beats 32K for equal tokens (3.77 against 3.58 tokens per iteration at 32K), and PT + SFT 5.34 against SFT alone 3.01. What this project has measured is in the table above, and nothing else is claimed.
+
+# %%
+assert rows
+headline("ablations measured", len(ablations), "rows")
+
+# %% [markdown]
+# ## 4 A training of two minutes, now
+#
+# Live mode trains the pair's draft on three quarters of the sample and measures on the rest. In trace mode nothing runs.
+
+# %%
+log = lesson.train(seconds)
+show(figures.training_curve({"now": log}, smooth=5, template=template))
+
+# %% [markdown]
+# **Takeaway.** Two minutes on one document teach nothing lasting; they show that the loop runs, what a step costs, and which numbers to watch.
+
+# %%
+steps_done = sum(line["kind"] == "step" for line in log)
+assert mode == "trace" or steps_done > 0
+headline("steps of the live training", steps_done if mode == "live" else None, "steps", kind="timing")
