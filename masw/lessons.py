@@ -56,13 +56,13 @@ class Lesson:
 
     @property
     def source(self) -> str:
-        """One sentence on where the data come from."""
+        """Where the data come from, in a line or two."""
         if self.mode == "live":
             return f"Live: computed now with the pair {self.pair} on {self.document or SAMPLE}."
         made = self._explained["provenance"]
         return (
-            f"Recorded: traces of the pair {self.pair} on {SAMPLE}, made {made['created'][:10]} on {made['device']} with masw "
-            f"{made['masw']} (commit {made['commit']}). No model is loaded."
+            f"Recorded: traces of the pair {self.pair} on {SAMPLE}; no model is loaded.\n"
+            f"Made {made['created'][:10]} on {made['device']} with masw {made['masw']}, commit {made['commit']}."
         )
 
     # ---- runs

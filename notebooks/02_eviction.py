@@ -33,11 +33,11 @@ widgets: bool = False  # also a live player (JupyterLab)
 
 # %%
 from masw import figures
-from masw.lessons import Lesson
 from masw.config import MemoryShape
 from masw.figures.memory import state_count
-from masw.timeline import shape_of, steps
+from masw.lessons import Lesson
 from masw.report import environment_card, headline, show
+from masw.timeline import shape_of, steps
 
 lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, seed=seed)
 environment_card(

@@ -32,9 +32,8 @@ template: Literal["light", "dark"] = "light"  # theme of the figures
 widgets: bool = False  # also a live player (JupyterLab)
 
 # %%
-from masw import figures
+from masw import cost, figures
 from masw.lessons import Lesson
-from masw import cost
 from masw.metrics import summarise
 from masw.report import environment_card, headline, show
 

@@ -32,8 +32,8 @@ template: Literal["light", "dark"] = "light"  # theme of the figures
 
 # %%
 from masw import figures
-from masw.lessons import Lesson
 from masw.figures.timing import rounds_ms
+from masw.lessons import Lesson
 from masw.metrics import summarise
 from masw.report import environment_card, headline, show
 

@@ -592,7 +592,7 @@ def slot_attention(profile: Mapping[str, Any], *, template: str = "light") -> Dr
     figure.update_xaxes(title_text="position of the reader (tokens)", row=2, col=1)
     figure.update_yaxes(title_text="attention (%)", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title_text="attention to the slot (%)", rangemode="tozero", row=2, col=1)
-    figure.update_layout(margin={"t": 100})
+    figure.update_layout(margin={"t": 130})
     by_kind = {kind: sum(k["share"] for k in keys if k["kind"] == kind) for kind in ("sink", "window", "slot")}
     mean = sum(r["share"] for r in later) / max(1, len(later))
     return Drawn(

@@ -195,7 +195,7 @@ def method_table(
     if not rows:
         return empty(title, "No rows.", template=template)
     names = dict(columns or {name: name for name in dict.fromkeys(k for r in rows for k in r)})
-    figure = canvas(title, template=template, height=120 + 30 * (len(rows) + 1))
+    figure = canvas(title, template=template, height=90 + 28 * (len(rows) + 1))
     figure.add_trace(
         go.Table(
             header={
