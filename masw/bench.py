@@ -45,7 +45,7 @@ class Grid:
 
     def options(self, method: str, eos_ids: tuple[int, ...]) -> RunOptions:
         d = self.definition
-        settings = Settings(max_new_tokens=d.max_new_tokens, gamma=d.gamma, eos_ids=eos_ids)
+        settings = Settings(max_new_tokens=d.max_new_tokens, gamma=d.gamma, eos_ids=eos_ids, adaptive=d.adaptive)
         return RunOptions(method, MemoryOptions(d.sinks, d.window, d.stride), settings, d.adaptor, d.draft_weights, d.eagle)
 
     def __iter__(self) -> Iterator[Key]:

@@ -24,7 +24,8 @@ class CascadeDraft:
     observer: Observer | None = None
 
     def __init__(self, model: ModelDraft) -> None:
-        self.inner, self._copier = model, LookupDraft(shortest=SHORTEST)
+        self.inner = model
+        self._copier = LookupDraft(shortest=SHORTEST, held=lambda: model.memory.live_nbytes)
 
     @property
     def memory(self) -> Memory:
@@ -33,9 +34,11 @@ class CascadeDraft:
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         return self.inner.reader(prompt, recorder, chunk)
 
-    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+    def propose(
+        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+    ) -> Proposal:
         copied = self._copier.propose(sequence, gamma, recorder, stop)
-        return copied if copied.tokens else self.inner.propose(sequence, gamma, recorder, stop)
+        return copied if copied.tokens else self.inner.propose(sequence, gamma, recorder, stop, least)
 
     def settle(self, length: int) -> None:
         self.inner.settle(length)

@@ -54,8 +54,15 @@ class Drafter(Protocol):
         """Reads the prompt; None when there is nothing to read."""
         ...
 
-    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
-        """Up to `gamma` tokens that continue `sequence` (accepted tokens, the last one not yet read by the target)."""
+    def propose(
+        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+    ) -> Proposal:
+        """Up to `gamma` tokens that continue `sequence` (accepted tokens, the last one not yet read by the target).
+
+        A block ends early after the token with which the product of its q falls below `least`: what would follow is not worth
+        its step. That depends on tokens drafted before, never on the one that is or is not drafted, so each position that is reached
+        keeps the target's distribution.
+        """
         ...
 
     def settle(self, length: int) -> None:
@@ -72,7 +79,9 @@ class NoDraft:
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         return None
 
-    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+    def propose(
+        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+    ) -> Proposal:
         return Proposal([])
 
     def settle(self, length: int) -> None:
@@ -93,13 +102,16 @@ class ModelDraft:
         self.memory.prompt_ends(len(prompt))
         return Reader("draft", self._decoder, self.memory, prompt, recorder, chunk)
 
-    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+    def propose(
+        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+    ) -> Proposal:
         tokens: list[int] = []
         confidence: list[float] = []
         rows: list[Tensor] = []
         # One token as a rule; two after a fully accepted block, whose last token the draft has not read yet.
         unread = list(sequence[self.memory.length :])
-        while len(tokens) < gamma and not stop():
+        hope = 1.0  # the draft's own probability that the whole block so far is right
+        while len(tokens) < gamma and hope >= least and not stop():
             with recorder.span() as span:
                 logits = self._step(unread)
                 if not tokens:
@@ -119,6 +131,7 @@ class ModelDraft:
             )
             tokens.append(token)
             confidence.append(belief)
+            hope *= belief
             unread = [token]
         return Proposal(tokens, torch.stack(rows) if rows else None, tuple(confidence))
 

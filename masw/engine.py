@@ -33,12 +33,15 @@ class Settings:
     eos_ids: tuple[int, ...] = ()
     chunk: int = CHUNK  # prefill tokens per forward
     adaptive: bool = False  # gamma is chosen before each round, 0 included: see masw.gamma
+    least: float = 0.0  # a block ends once the draft gives it less than this probability; 0: never early
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UsageError(f"max-new-tokens must be at least 1, not {self.max_new_tokens}")
         if not 1 <= self.gamma <= 64:
             raise UsageError(f"gamma must be 1 to 64 drafted tokens, not {self.gamma}")
+        if not 0 <= self.least < 1:
+            raise UsageError(f"least must be a probability below 1, not {self.least}; 0 never ends a block early")
         if self.chunk < 1:
             raise UsageError(f"a prefill chunk must hold at least 1 token, not {self.chunk}")
 
@@ -120,7 +123,7 @@ def generate(
         with recorder.span() as whole:
             gamma = pace.choose(limit - len(sequence) - 1)
             with recorder.span() as drafting:
-                proposal = drafter.propose(sequence, gamma, recorder, stop)
+                proposal = drafter.propose(sequence, gamma, recorder, stop, max(settings.least, pace.least))
             if stop():
                 drafter.settle(len(sequence))  # it may have read the last token; that is accepted text
                 finish = "cancelled"

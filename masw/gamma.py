@@ -1,7 +1,8 @@
 """How many tokens to draft in a round: fixed, or chosen on what the rounds before it cost and brought. Pure numbers, no torch.
 
-The choice is made before anything of the round is drafted, from earlier rounds alone. For any gamma so chosen the accept rule emits
-tokens of the target's distribution given the text so far, hence the output keeps it however gamma varies. (Times decide too, so
+The choice is made before anything of the round is drafted, from earlier rounds alone; within the block, `least` may end it behind a
+token that the draft itself is unsure of. For any gamma so chosen the accept rule emits tokens of the target's distribution given the
+text so far, hence the output keeps it however gamma varies. (Times decide too, so
 a seed no longer fixes a sampled text; a greedy one is the target's own in any case.)
 """
 
@@ -23,6 +24,7 @@ SHARE = 0.02  # of all time may go into drafting that turns out slower than plai
 GRACE = 4.0  # beside this many plain rounds at the start
 RECHECK = 64  # drafting rounds after which a plain one is measured again: it gets slower as the text grows
 LONGEST_GAP = 256  # plain rounds after which one token is drafted anyway, so that a draft's memory never has much to catch up
+MOST_LEAST = 0.9  # a block may always go on while the draft is surer than this
 SAMPLES = 9  # latest measurements of a kind, whose median counts
 
 
@@ -31,6 +33,11 @@ class Gamma(Protocol):
 
     def choose(self, room: int) -> int:
         """Tokens to draft in the next round, 0 to `room`."""
+        ...
+
+    @property
+    def least(self) -> float:
+        """The probability of being accepted whole below which a block is not worth another drafted token."""
         ...
 
     def learn(self, drafted: int, accepted: int, draft_ms: float, verify_ms: float, round_ms: float) -> None:
@@ -43,6 +50,7 @@ class Fixed:
     """The same in every round."""
 
     gamma: int
+    least: float = 0.0
 
     def choose(self, room: int) -> int:
         return min(self.gamma, room)
@@ -90,6 +98,7 @@ class Adaptive:
     _judged: float = 0.0  # and of judged ones
     _lost_ms: float = 0.0  # what drafting has cost beyond plain decoding of as many tokens; never negative
     _all_ms: float = 0.0
+    _emitted: int = 0
     _drafting: int = 0  # drafting rounds since the last plain one
     _idle: int = 0  # plain rounds since the last drafting one
 
@@ -111,8 +120,16 @@ class Adaptive:
         times = {rows: median(found) for rows, found in self._verify.items()}
         return best(most, self.acceptance, median(self._draft), times)
 
+    @property
+    def least(self) -> float:
+        """One more token costs t_d and saves, if all goes well, the time that a token takes: worth it down to the ratio of the two."""
+        if not self._draft or not self._emitted:
+            return 0.0
+        return min(MOST_LEAST, median(self._draft) * self._emitted / self._all_ms)
+
     def learn(self, drafted: int, accepted: int, draft_ms: float, verify_ms: float, round_ms: float) -> None:
         self._all_ms += round_ms
+        self._emitted += accepted + 1
         self._verify.setdefault(drafted + 1, deque(maxlen=SAMPLES)).append(verify_ms)
         if drafted == 0:
             self._plain.append(round_ms)

@@ -22,21 +22,23 @@ class LookupDraft:
     memory: Memory | None = None
     observer: Observer | None = None
 
-    def __init__(self, longest: int = LONGEST, shortest: int = 1) -> None:
-        """Matches of `shortest` to `longest` tokens count."""
-        self._longest, self._shortest = longest, shortest
+    def __init__(self, longest: int = LONGEST, shortest: int = 1, held: Callable[[], int] = lambda: 0) -> None:
+        """Matches of `shortest` to `longest` tokens count. `held`: KV bytes of a memory beside it, for the trace."""
+        self._longest, self._shortest, self._held = longest, shortest, held
         self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it, latest first to win
         self._indexed = 0  # n-grams that end before this token are in the index
 
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         return None
 
-    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+    def propose(
+        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+    ) -> Proposal:
         with recorder.span() as span:
             tokens = self._find(sequence, gamma)
-        share = span.ms / max(1, len(tokens))
+        share, held = span.ms / max(1, len(tokens)), self._held()
         for offset, token in enumerate(tokens):
-            recorder.add("draft", "draft", len(sequence) + offset, 1, ms=share, token=token, q=1.0, read=0)
+            recorder.add("draft", "draft", len(sequence) + offset, 1, ms=share, nbytes=held, token=token, q=1.0, read=0)
         return Proposal(tokens, None, (1.0,) * len(tokens))
 
     def settle(self, length: int) -> None:

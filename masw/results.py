@@ -43,6 +43,7 @@ class Definition:
     draft_weights: str
     eagle: str
     models: dict[str, Any]  # where both models' weights come from, checksums included
+    adaptive: bool = False  # gamma is chosen before each round, up to `gamma`
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
-"""The cascade: copies first, and a model that catches up with what was copied."""
+"""Cheaper blocks: copies first, with a model that catches up with what was copied; and blocks that end early."""
 
 from __future__ import annotations
 
+from math import prod
+
+import pytest
 import torch
 
 from masw.cascade import CascadeDraft
 from masw.drafters import ModelDraft
 from masw.recorder import Recorder
+from masw.verify import Sampling
 from tests.helpers import drafter_for, noisy, random_tokens, tiny_config, tiny_decoder
 
 DRAFT = noisy(tiny_decoder(tiny_config(), seed=1), 0.25)
@@ -31,3 +35,17 @@ def test_copies_where_the_text_repeats_and_drafts_elsewhere() -> None:
     proposal = drafter.propose(fresh, 3, recorder, STOP)
     assert proposal.tokens == model.propose(fresh, 3, recorder, STOP).tokens
     assert drafter.memory.length == len(fresh) + 2 and drafter.memory.committed == len(fresh)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "sampled"])
+def test_a_block_ends_once_it_is_not_likely_enough(sampling: Sampling) -> None:
+    """The token that takes the product of q below `least` is still proposed: dropping it would bend the distribution."""
+    recorder = Recorder({}, torch.device("cpu"))
+    whole = drafter_for("full", DRAFT, sampling=sampling).propose(TEXT, 8, recorder, STOP)
+    products = [prod(whole.confidence[: i + 1]) for i in range(8)]
+    for least in (0.0, products[0] * 1.01, products[2] * 1.01, products[2]):
+        expected = next((i + 1 for i, product in enumerate(products) if product < least), 8)
+        cut = drafter_for("full", DRAFT, sampling=sampling).propose(TEXT, 8, recorder, STOP, least)
+        assert cut.tokens == whole.tokens[:expected] and len(cut.confidence) == expected
+        assert cut.q is None or cut.q.shape[0] == expected

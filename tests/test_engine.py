@@ -484,9 +484,11 @@ class Sometimes:
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         return self.inner.reader(prompt, recorder, chunk)
 
-    def propose(self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool]) -> Proposal:
+    def propose(
+        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+    ) -> Proposal:
         self.round += 1
-        return self.inner.propose(sequence, 0 if self.round in self.skips else gamma, recorder, stop)
+        return self.inner.propose(sequence, 0 if self.round in self.skips else gamma, recorder, stop, least)
 
     def settle(self, length: int) -> None:
         self.inner.settle(length)

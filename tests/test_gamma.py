@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from masw.errors import UsageError
-from masw.gamma import GRACE, LONGEST_GAP, MOST, SHARE, Adaptive, Fixed, Gamma, best, between, parse
+from masw.gamma import GRACE, LONGEST_GAP, MOST, MOST_LEAST, SHARE, Adaptive, Fixed, Gamma, best, between, parse
 
 
 @dataclass
@@ -153,3 +153,14 @@ def test_parse() -> None:
     for text in ("", "fast", "1.5"):
         with pytest.raises(UsageError, match="gamma must be auto or 1 to 64"):
             parse(text)
+
+
+def test_a_block_goes_on_while_a_token_saves_more_than_it_costs() -> None:
+    """Time a token takes 10 ms / 2 tokens: a drafted token of 1 ms is worth it down to a chance of 1 in 5."""
+    gamma = Adaptive()
+    assert gamma.least == 0.0 == Fixed(5).least
+    gamma.learn(3, 1, draft_ms=3.0, verify_ms=7.0, round_ms=10.0)
+    assert gamma.least == pytest.approx(0.2)
+    for _ in range(50):
+        gamma.learn(1, 0, draft_ms=9.0, verify_ms=1.0, round_ms=10.0)
+    assert gamma.least == MOST_LEAST

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -309,6 +310,8 @@ def test_sampling_at_the_edge_of_the_range() -> None:
 class Streak:
     """A gamma that depends on what was accepted before: one more than that, or none after a refusal."""
 
+    least = 0.0
+
     def __init__(self, most: int) -> None:
         self.next = 1
 
@@ -320,18 +323,21 @@ class Streak:
 
 
 @pytest.mark.parametrize(
-    ("method", "sampling", "adaptive"),
+    ("method", "sampling", "more"),
     [
-        ("full", Sampling(temperature=1.0), False),
-        ("full", Sampling(temperature=0.8, top_k=4), False),
-        ("full", Sampling(temperature=1.1, top_p=0.8), False),
-        ("eagle", Sampling(temperature=0.9, top_k=5, top_p=0.95), False),
-        ("snapkv", Sampling(temperature=2.0), False),
-        ("full", Sampling(temperature=1.0), True),
+        ("full", Sampling(temperature=1.0), {}),
+        ("full", Sampling(temperature=0.8, top_k=4), {}),
+        ("full", Sampling(temperature=1.1, top_p=0.8), {}),
+        ("eagle", Sampling(temperature=0.9, top_k=5, top_p=0.95), {}),
+        ("snapkv", Sampling(temperature=2.0), {}),
+        ("full", Sampling(temperature=1.0), {"adaptive": True}),
+        ("full", Sampling(temperature=1.0), {"least": 0.4}),
     ],
     ids=str,
 )
-def test_chi_square_of_the_whole_loop(method: str, sampling: Sampling, adaptive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chi_square_of_the_whole_loop(
+    method: str, sampling: Sampling, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drafting, verifying and drawing with tiny models, seed after seed: the counts are those of the target alone."""
     monkeypatch.setattr("masw.engine.Adaptive", Streak)
     vocab, prompt, runs = 7, [1, 4, 2], 2000
@@ -347,11 +353,11 @@ def test_chi_square_of_the_whole_loop(method: str, sampling: Sampling, adaptive:
     for seed in range(runs):
         one = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed=97 * seed)
         drafter = drafter_for(method, draft, sampling=one, options=MemoryOptions(0, 1, 1), tokens=16)
-        result = run(target, drafter, prompt, Settings(3, gamma=2, sampling=one, adaptive=adaptive))
+        result = run(target, drafter, prompt, Settings(3, gamma=2, sampling=one, **more))
         counts[tuple(result.tokens[:2])] += 1
         accepted += sum(r.accepted for r in result.rounds)
         drafted += sum(len(r.drafted) for r in result.rounds)
-    assert 0.3 < accepted / drafted < 0.9  # both branches of the rule are at work
+    assert 0.2 < accepted / drafted < 0.9  # both branches of the rule are at work
     assert all(expected[pair] > 0 for pair in counts)
     common = [pair for pair, mean in expected.items() if mean >= 5]
     rest = sum(expected.values()) - sum(expected[pair] for pair in common)

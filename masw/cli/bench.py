@@ -32,7 +32,9 @@ def bench(
     ] = [SAMPLES],  # noqa: B006 (typer reads it)
     docs: Annotated[int, typer.Option(help="Documents per set and context, those that fill it.")] = 2,
     repeats: Annotated[int, typer.Option(help="Runs of each method on each document, in turns.")] = 2,
-    gamma: Annotated[int, typer.Option(help="Drafted tokens per verify pass.")] = 5,
+    gamma: Annotated[
+        str, typer.Option(help="Drafted tokens per verify pass, or auto: 0 to 8, by what rounds cost and bring (peers: 8).")
+    ] = "5",
     max_new_tokens: Annotated[int, typer.Option(help="Length of an answer at most, tokens.")] = 128,
     window: Annotated[int, typer.Option(help="W: last raw tokens kept exactly.")] = 512,
     stride: Annotated[int, typer.Option(help="r: raw tokens per memory slot.")] = 8,
@@ -69,6 +71,7 @@ def bench(
     from masw.cli.stop import Stop
     from masw.devices import resolve_device, resolve_dtype
     from masw.engine import Settings
+    from masw.gamma import parse
     from masw.methods import METHODS, MemoryOptions
     from masw.provenance import provenance
     from masw.quantise import check_kind
@@ -76,13 +79,14 @@ def bench(
     from masw.zoo import load_pair
 
     lengths = numbers("contexts", contexts)
+    most, adaptive = parse(gamma)
     if steps_only:
         if not shape or not random_weights:
             raise UsageError("--steps-only needs a --shape and --random-weights: it times shapes, not models")
         kinds = "full,window,masw,verify" if methods == "all" else methods
         options = MemoryOptions(sinks, window, stride)
         time_steps(
-            shape, kinds, lengths, numbers("batch", batch), options, gamma, repeats, device, dtype, out, as_json, skip_too_large
+            shape, kinds, lengths, numbers("batch", batch), options, most, repeats, device, dtype, out, as_json, skip_too_large
         )
         return
     if shape or random_weights or skip_too_large:
@@ -91,7 +95,7 @@ def bench(
     asked = core.check_methods(names)
     if docs < 1 or repeats < 1:
         raise UsageError(f"--docs and --repeats must be at least 1, not {docs} and {repeats}")
-    settings = Settings(max_new_tokens, gamma)
+    settings = Settings(max_new_tokens, most)
     for method in asked:
         if method in METHODS:
             RunOptions(method, MemoryOptions(sinks, window, stride), settings).shape()
@@ -109,7 +113,7 @@ def bench(
         pair,
         str(kind).removeprefix("torch."),
         str(where),
-        gamma,
+        most,
         max_new_tokens,
         sinks,
         window,
@@ -118,6 +122,7 @@ def bench(
         draft_weights,
         eagle,
         models,
+        adaptive,
     )
     found = core.cases(sets, session, lengths, docs, max_new_tokens)
     if not found:

@@ -44,6 +44,9 @@ def run(
     gamma: Annotated[
         str, typer.Option(help="Drafted tokens per verify pass, or auto: as many each round as pays on measured times, 0 to 8.")
     ] = "5",
+    least: Annotated[
+        float, typer.Option(help="End a block early once the draft gives it less than this probability; 0: never.")
+    ] = 0.0,
     stride: Annotated[int, typer.Option(help="r: raw tokens per memory slot.")] = 8,
     window: Annotated[int, typer.Option(help="W: last raw tokens kept exactly.")] = 512,
     sinks: Annotated[int, typer.Option(help="S: first raw tokens kept exactly.")] = 4,
@@ -91,7 +94,7 @@ def run(
 
     # Everything that can be refused is refused before a model is fetched or loaded.
     most, adaptive = parse(gamma)
-    settings = Settings(max_new_tokens, most, Sampling(temperature, top_k, top_p, seed), adaptive=adaptive)
+    settings = Settings(max_new_tokens, most, Sampling(temperature, top_k, top_p, seed), adaptive=adaptive, least=least)
     options = RunOptions(method, MemoryOptions(sinks, window, stride), settings, adaptor, draft_weights, eagle)
     options.shape()
     task = task or ("question" if question else "summarize")
