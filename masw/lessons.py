@@ -7,7 +7,7 @@ Torch is imported only where something is computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,7 @@ class Lesson:
     seed: int = 0
     _traces: dict[str, Trace] = field(default_factory=dict, repr=False)
     _missed: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    _parts: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in ("trace", "live"):
@@ -58,8 +59,8 @@ class Lesson:
     def source(self) -> str:
         """Where the data come from, in a line or two."""
         if self.mode == "live":
-            return f"Live: computed now with the pair {self.pair} on {self.document or SAMPLE}."
-        made = self._explained["provenance"]
+            return f"Live: computed now with the pair {self.pair} on {Path(self.document or SAMPLE).name}."
+        made = self._part("provenance")
         return (
             f"Recorded: traces of the pair {self.pair} on {SAMPLE}; no model is loaded.\n"
             f"Made {made['created'][:10]} on {made['device']} with masw {made['masw']}, commit {made['commit']}."
@@ -113,29 +114,33 @@ class Lesson:
 
     # ---- what scripts/record_explained.py records
 
-    @cached_property
-    def _explained(self) -> dict[str, Any]:
-        return _read(f"{self.pair}-explained.json") if self.mode == "trace" else explained(self.session)
+    def _part(self, name: str) -> Any:
+        """One part of what is recorded; computed when it is first asked for in live mode."""
+        if self.mode == "trace" and not self._parts:
+            self._parts = _read(f"{self.pair}-explained.json")
+        elif self.mode == "live" and name not in self._parts:
+            self._parts |= explained(self.session, parts=(name,))
+        return self._parts[name]
 
     def attention(self) -> dict[str, Any]:
         """Profile for `masw.figures.slot_attention`."""
-        return dict(self._explained["attention"])
+        return dict(self._part("attention"))
 
     def distance(self) -> tuple[list[dict[str, Any]], str]:
         """Rows for `masw.figures.projection_distance`, and which adaptor they are of."""
-        return self._explained["distance"], self._explained["adaptor"]
+        return self._part("distance"), self._part("adaptor")
 
     def buffers(self) -> list[dict[str, Any]]:
         """Rows for `masw.figures.memory_by_context`, measured beside predicted."""
-        return list(self._explained["buffers"])
+        return list(self._part("buffers"))
 
     def latency(self) -> list[dict[str, Any]]:
         """Rows for `masw.figures.latency_by_context`."""
-        return list(self._explained["latency"])
+        return list(self._part("latency"))
 
     def entry_bytes(self) -> int:
         """Bytes of one KV entry of the draft."""
-        return int(self._explained["entry_bytes"])
+        return int(self._part("entry_bytes"))
 
     # ---- demonstrations, quick enough to be computed in both modes
 
@@ -214,8 +219,12 @@ def runs_of(session: Session, methods: Sequence[str], options: RunOptions, docum
         yield method, run
 
 
-def explained(session: Session, adaptor: str = "none", longest: int = 4096) -> dict[str, Any]:
-    """Everything about the draft that the notebooks show beside runs: attention, distances, buffers, step times up to `longest`."""
+PARTS = ("attention", "distance", "entry_bytes", "buffers", "latency")
+
+
+def explained(session: Session, adaptor: str = "none", longest: int = 4096, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """What the notebooks show of the draft beside runs: provenance, the adaptor's name and the `parts` asked for (attention of a slot,
+    distances of the projections, bytes of an entry, buffers, step times up to `longest` tokens)."""
     import torch
 
     from masw import cost, explain, hardware
@@ -227,25 +236,25 @@ def explained(session: Session, adaptor: str = "none", longest: int = 4096) -> d
     ids = draft.tokenizer.encode(sample_text())[:SAMPLE_TOKENS]
     chosen, path = adaptor_for(decoder, draft.name, SHOWN.stride or 8, adaptor, ids)
     what = "the untrained copy" if path is None else f"{path.name}, trained on {chosen.info.provenance.get('tokens', 0):,} tokens"
-    shapes = {"full": MemoryShape(), "masw": MemoryShape(4, 256, 8), "window": MemoryShape(4, 256)}
-    contexts = [c for c in CONTEXTS if c <= min(longest, draft.config.max_position - 64)]
-    sizes = {
-        "full": MemoryShape(),
-        "masw r 4": MemoryShape(4, 256, 4),
-        "masw r 8": MemoryShape(4, 256, 8),
-        "window": MemoryShape(4, 256),
+    short, compact = MemoryShape(4, 256), MemoryShape(4, 256, 8)
+
+    def latency() -> list[dict[str, Any]]:
+        contexts = [c for c in CONTEXTS if c <= min(longest, draft.config.max_position - 64)]
+        bandwidth = hardware.measure_bandwidth(torch.device("cpu"), dtype)
+        return explain.step_times(
+            decoder, {"full": MemoryShape(), "masw": compact, "window": short}, contexts, bandwidth=bandwidth
+        )
+
+    sizes = {"full": MemoryShape(), "masw r 4": MemoryShape(4, 256, 4), "masw r 8": compact, "window": short}
+    make: dict[str, Callable[[], Any]] = {
+        "attention": lambda: {**explain.slot_attention(decoder, chosen, ids, SHOWN, SLOT), "note": f"Adaptor: {what}."},
+        "distance": lambda: explain.projection_distance(decoder, chosen),
+        "entry_bytes": lambda: cost.kv_entry_bytes(draft.config, dtype.itemsize),
+        "buffers": lambda: explain.buffers(draft.config, sizes, CONTEXTS, dtype),
+        "latency": latency,
     }
-    return {
-        "provenance": {"sample": SAMPLE, **provenance(decoder.device, dtype)},
-        "adaptor": what,
-        "attention": {**explain.slot_attention(decoder, chosen, ids, SHOWN, SLOT), "note": f"Adaptor: {what}."},
-        "distance": explain.projection_distance(decoder, chosen),
-        "entry_bytes": cost.kv_entry_bytes(draft.config, dtype.itemsize),
-        "buffers": explain.buffers(draft.config, sizes, CONTEXTS, dtype),
-        "latency": explain.step_times(
-            decoder, shapes, contexts, bandwidth=hardware.measure_bandwidth(torch.device("cpu"), dtype), repeats=9
-        ),
-    }  # fmt: skip
+    about = {"provenance": {"sample": SAMPLE, **provenance(decoder.device, dtype)}, "adaptor": what}
+    return {**about, **{name: make[name]() for name in parts if name in make}}
 
 
 def recorded_folder() -> Path:

@@ -28,6 +28,7 @@ gamma: int = 5  # drafted tokens per verify pass (live) [1..12]
 tokens: int = 96  # length of the answer, tokens (live) [8..512]
 dtype: Literal["fp32", "bf16"] = "fp32"  # of both models (live); fp32 makes greedy outputs equal token by token
 seed: int = 0  # of sampling and of seeded draws
+document: str = ""  # a text file (live); empty: the sample
 template: Literal["light", "dark"] = "light"  # theme of the figures
 
 # %%
@@ -35,7 +36,7 @@ from masw import figures
 from masw.lessons import BENCH_COLUMNS, NO_RESULTS, PAPER, Lesson, bench_lines, missing, results, speedup_points, trade_off
 from masw.report import environment_card, headline, show
 
-lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, seed=seed)
+lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, document, seed)
 environment_card(
     {
         "mode": mode,
@@ -47,6 +48,7 @@ environment_card(
         "tokens": tokens,
         "dtype": dtype,
         "seed": seed,
+        "document": document,
         "template": template,
     },
     dtype="float32",
