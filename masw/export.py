@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from masw.timeline import fates
 from masw.trace import Trace
 
+_LOAD = """from pathlib import Path
+
+from masw import figures
+from masw.metrics import summarise
+from masw.report.display import show
+from masw.trace import Trace
+
+run = Trace.load(Path(trace))
+summarise(run)"""
+_FIGURES = (
+    "token_strip(run, steps=True)",
+    "step_latency(run)",
+    'acceptance_by_position({run.header["method"]: run})',
+    'rolling_acceptance({run.header["method"]: run})',
+    'memory_bytes({run.header["method"]: run})',
+    "kv_map(run, play=True)",
+)
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a cell that begins so
 
 
@@ -74,6 +93,30 @@ def rounds_csv(trace: Trace) -> str:
 def jsonl(trace: Trace) -> str:
     """The trace as `masw run --trace` writes it (docs/TRACE.md)."""
     return "\n".join(trace.lines()) + "\n"
+
+
+def notebook(trace_file: str) -> str:
+    """A notebook (JSON) that draws the figures of a trace; its first code cell is tagged for papermill (`-p trace FILE`)."""
+
+    def cell(kind: str, source: str, *tags: str) -> dict[str, Any]:
+        code: dict[str, Any] = {"execution_count": None, "outputs": []} if kind == "code" else {}
+        name = hashlib.sha256(source.encode()).hexdigest()[:8]
+        return {"cell_type": kind, "id": name, "metadata": {"tags": list(tags)} if tags else {}, "source": source, **code}
+
+    head = (
+        "# A run of masw\n\nPut the trace beside this notebook, or give its path: `papermill run.ipynb out.ipynb -p trace FILE`."
+    )
+    cells = [
+        cell("markdown", head),
+        cell("code", f"trace = {json.dumps(trace_file)}  # what the app or `masw run --trace` wrote", "parameters"),
+        cell("code", _LOAD),
+        *(cell("code", f"show(figures.{call})") for call in _FIGURES),
+    ]
+    kernel = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1)
 
 
 def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:

@@ -1,11 +1,13 @@
-"""Pictures of every page of the app for the documentation, from runs made here and now: python scripts/app_screenshots.py [PAIR].
+"""Pictures of every page of the app for the documentation: python scripts/app_screenshots.py [PAIR | recorded].
 
+With a pair, Live and Race show runs made here and now; `recorded` shows the runs that come with masw and loads no model.
 Needs playwright and Debian's chromium. Writes docs/images/*.png.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "images"
 WAIT = 600_000  # ms
+PAGES = {"live": "", "race": "race", "inspect": "inspect", "calculator": "calculator", "explain": "explain"}
 TEXT = (ROOT / "data" / "samples" / "guide.md").read_text(encoding="utf-8")[:4000]
 
 
@@ -28,7 +31,8 @@ def main(pair: str) -> None:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "masw.cli", "app", "--no-browser", "--pair", pair, "--port", str(port)]
+    runs = pair != "recorded"
+    command = [sys.executable, "-m", "masw.cli", "app", "--no-browser", "--pair", pair if runs else "tiny", "--port", str(port)]
     server = subprocess.Popen(command, env=env)
     try:
         while True:
@@ -40,7 +44,13 @@ def main(pair: str) -> None:
         with sync_playwright() as p:
             browser = p.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
             context = browser.new_context(viewport={"width": 1280, "height": 1500})
-            shoot(context, url)
+            if runs:
+                run(context, url)
+            for name, where in PAGES.items():
+                if not (runs and name in ("live", "race")):
+                    page = page_at(context, url, where)
+                    picture(page, name)
+                    page.close()
             context.close()
             for name, width, scheme in (("live-dark", 1280, "dark"), ("live-390", 390, "light")):
                 context = browser.new_context(viewport={"width": width, "height": 1500}, color_scheme=scheme)
@@ -74,11 +84,12 @@ def paste(page: Any) -> None:
     page.get_by_text("characters").first.wait_for()
 
 
-def shoot(context: Any, url: str) -> None:
+def run(context: Any, url: str) -> None:
+    """Live during a run and after it, and a race."""
     live = page_at(context, url, "?source=Paste&tokens=64&W=128&r=8")
     paste(live)
     live.get_by_role("button", name="Run", exact=True).click()
-    live.locator(".masw-answer .masw-t").first.wait_for()
+    live.get_by_text(re.compile(r"^[1-9]\d of at most")).first.wait_for()  # ten tokens or more
     picture(live, "live-running")
     live.get_by_role("button", name="Trace (.jsonl)").wait_for()
     live.locator(".js-plotly-plot .main-svg").nth(5).wait_for()
@@ -87,13 +98,9 @@ def shoot(context: Any, url: str) -> None:
     race = page_at(context, url, "race?source=Paste&tokens=48&W=128&r=8")
     paste(race)
     race.get_by_role("button", name="Race", exact=True).click()
-    race.get_by_text("✓ identical").first.wait_for()
+    race.get_by_label("Result of the race").first.wait_for()
     picture(race, "race")
     race.close()
-    for name in ("inspect", "calculator", "explain"):
-        page = page_at(context, url, name)
-        picture(page, name)
-        page.close()
 
 
 if __name__ == "__main__":

@@ -63,6 +63,15 @@ def buttons(trace: Trace, pieces: Sequence[str] | None, ask: Ask | None, key: st
             on_click="ignore",
         )
         st.download_button(
+            "Notebook (.ipynb)",
+            lambda: export.notebook(f"{name}.jsonl"),
+            f"{name}.ipynb",
+            "application/x-ipynb+json",
+            key=f"{key}-ipynb",
+            on_click="ignore",
+            help="Draws the same figures from the trace; papermill can run it.",
+        )
+        st.download_button(
             "Report (.html)",
             lambda: report({name: trace}, {name: pieces}),
             f"{name}.html",

@@ -36,7 +36,7 @@ STYLE = """
   border: 1px solid rgba(128,128,128,.45); padding: .15rem .5rem; text-align: left; }
 [data-testid="stMetricValue"], [data-testid="stMetricValue"] * { font-size: 1.2rem;
   white-space: normal; overflow: visible; line-height: 1.25; }
-[data-testid="stMetricLabel"], [data-testid="stMetricLabel"] * { white-space: normal; overflow: visible; }
+[data-testid="stMetricLabel"] * { white-space: normal; }
 [data-testid="stMetric"] { padding: .5rem .7rem; }
 .stMainBlockContainer { padding-top: 4.5rem; }
 .masw-h { font-size: 1.02rem; font-weight: 600; margin: .5rem 0 -.5rem; }
@@ -124,4 +124,6 @@ def duration(seconds: float) -> str:
 def gib(count: float | None) -> str:
     if count is None:
         return "not measured"
+    if count < 2**20:
+        return f"{count / 2**10:,.1f} KiB"
     return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"

@@ -144,7 +144,7 @@ def recorded(trace: Trace) -> None:
 def cells(items: Sequence[tuple[str, str, str]]) -> None:
     with st.container(horizontal=True, gap="small"):
         for label, value, about in items:
-            st.metric(label, value, help=about, border=True, width=148)
+            st.metric(label, value, help=about, border=True, width=168)
 
 
 def key() -> None:

@@ -204,8 +204,9 @@ def _table(traces: dict[str, Trace], arms: dict[str, Arm]) -> None:
         )
     head = "".join(f"<th scope='col'>{h}</th>" for h in heads)
     body = "".join("<tr>" + "".join(f"<td>{escaped(c)}</td>" for c in row) + "</tr>" for row in rows)
+    what = "race" if arms else "recorded race"
     st.html(
-        f"<div class='masw-scroll' tabindex='0' role='region' aria-label='Result of the race'><table class='masw'>"
+        f"<div class='masw-scroll' tabindex='0' role='region' aria-label='Result of the {what}'><table class='masw'>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
     facts(
