@@ -103,7 +103,7 @@ def test_a_run_ends_with_its_answer_numbers_figures_and_downloads(app: AppTest) 
 
 def test_a_second_question_says_what_was_not_read_again(app: AppTest) -> None:
     pasted(app)
-    app.session_state["task"] = "question"
+    app.session_state["task"] = "Ask a question"
     app.run()
     app.text_input(key="question").set_value("Who met?").run()
     app.button(key="run").click().run()
@@ -225,7 +225,17 @@ def trace_of(rounds: int = 3) -> Trace:
         ]
         at += 4.0
     events.append(Event("end", "engine", rounds, at, 10, 2 * rounds, data={"reason": "length"}))
-    return Trace({"pair": "tiny", "method": "full", "prompt_tokens": 10, "pieces": {"5": "=1+1", "6": " b"}}, events)
+    total = 10 + 2 * rounds
+    header = {
+        "pair": "tiny",
+        "method": "full",
+        "prompt_tokens": 10,
+        "settings": {"max_new_tokens": 2 * rounds},
+        "memory": {"sinks": 0, "window": None, "stride": None, "rollback": 16},
+        "draft_kv": {"allocated_bytes": 4 * total, "predicted_bytes": 4 * total, "full_bytes": 4 * total},
+        "pieces": {"5": "=1+1", "6": " b"},
+    }
+    return Trace(header, events)
 
 
 def test_a_replay_stops_after_every_step_and_at_any_time() -> None:

@@ -14,7 +14,8 @@ from masw.session import RunOptions, shipped_adaptors
 from masw.verify import Sampling
 from parts.frame import active, facts, gib, in_plain_words, room, visitor
 
-TASKS = {"summarize": "Summarise", "question": "Ask a question", "continue": "Continue the text"}
+# No format_func on a bound widget: the address would hold what it shows, and not the option.
+TASKS = {"Summarise": "summarize", "Ask a question": "question", "Continue the text": "continue"}
 WEIGHTS = ["auto", "plain", "int8", "int4"]
 
 
@@ -57,17 +58,16 @@ def pair() -> str:
 
 def method(pair: str) -> str:
     names = methods(pair)
-    return str(
-        st.selectbox(
-            "Method",
-            names,
-            index=names.index("masw"),
-            format_func=lambda name: f"{name}: {METHODS[name].title}",
-            key="method",
-            bind="query-params",
-            help="Who drafts, and what the draft remembers of the document.",
-        )
+    chosen = st.selectbox(
+        "Method",
+        names,
+        index=names.index("masw"),
+        key="method",
+        bind="query-params",
+        help="Who drafts, and what the draft remembers of the document.",
     )
+    facts(METHODS[chosen].title)
+    return str(chosen)
 
 
 def options(chosen: list[str]) -> tuple[RunOptions, ...]:
@@ -124,11 +124,10 @@ def options(chosen: list[str]) -> tuple[RunOptions, ...]:
 def task() -> tuple[str, str | None]:
     """(task, question). The question is text of the visitor's and stays out of the address."""
     chosen = st.segmented_control(
-        "Task", list(TASKS), default="summarize", format_func=TASKS.__getitem__, key="task", bind="query-params", required=True,
-        width="stretch",
-    )  # fmt: skip
-    if chosen != "question":
-        return str(chosen), None
+        "Task", list(TASKS), default="Summarise", key="task", bind="query-params", required=True, width="stretch"
+    )
+    if TASKS[str(chosen)] != "question":
+        return TASKS[str(chosen)], None
     return "question", st.text_input("Question about the document", key="question", persist_state="session") or None
 
 

@@ -13,6 +13,7 @@ from masw.trace import Trace
 
 LIMIT = 32 * 2**20  # bytes of an uploaded trace
 NOTHING = "nothing"
+UPLOADED = "uploaded trace"
 
 
 def page() -> None:
@@ -81,7 +82,10 @@ def _runs() -> dict[str, Trace]:
                 raise MaswError(f"the trace is larger than {LIMIT >> 20} MiB; record a shorter run")
             trace = Trace.parse(data.decode("utf-8", "replace"), "the uploaded file")
             replay.rounds(trace)
-            found["uploaded trace"] = trace
+            found[UPLOADED] = trace
+            if st.session_state.get("uploaded") != file.file_id:  # a new file is what its owner wants to see
+                st.session_state.uploaded, st.session_state.run_a = file.file_id, UPLOADED
+                st.session_state.pop("inspect_at", None)
             if trace.truncated:
                 note("The file ends in the middle of a line; what comes before it is shown.")
         except MaswError as error:

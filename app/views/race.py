@@ -33,7 +33,6 @@ def page() -> None:
             "Methods beside plain decoding",
             [m for m in methods(pair) if m != REFERENCE],
             default=["full", "masw", "lookup"],
-            format_func=lambda name: f"{name}: {METHODS[name].title}",
             key="methods",
             bind="query-params",
             help="All share the target's prefill; each draft reads the document once.",
