@@ -6,6 +6,7 @@ records that other threads read; nothing here draws. Documents live in memory al
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -210,6 +211,7 @@ class Room:
         self._rates: dict[tuple[str, str, str], Rates] = {}
         self._preview_lock = threading.Lock()
         self._tokenizers: dict[str, AnyTokenizer] = {}
+        settle()
         self.jobs: Jobs[Answer | Fetch] = Jobs(waiting=waiting, ttl_s=ttl_s, on_leave=self._on_leave)
 
     # ---- for pages
@@ -269,6 +271,7 @@ class Room:
             self._session, self._warm = None, set()
             torch.set_num_threads(min(torch.get_num_threads(), max(1, hardware.cores() - 1)))  # the page needs a core
             self._session = Session(load_pair(pair, self.device, self.dtype, progress, lambda text: None))
+            settle()
             self._held = []
         elif self._tenant != owner:
             self._session.forget()
@@ -313,7 +316,16 @@ class Room:
         if pair not in self._tokenizers:
             folder = store.locate(resolve_pair(pair).target)
             self._tokenizers[pair] = Tokenizer(folder) if folder else ByteTokenizer()
+            settle()
         return self._tokenizers[pair]
+
+
+def settle() -> None:
+    """Takes what is loaded out of sight of later garbage collections. A page server may collect after every run of a page, with the
+    interpreter locked; over torch, transformers and their tables that takes half a second each time, which the model then lacks."""
+    gc.unfreeze()  # what was loaded before and is gone now is collected first
+    gc.collect()
+    gc.freeze()
 
 
 def present(pair: str) -> bool:

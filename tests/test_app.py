@@ -206,6 +206,7 @@ def test_the_server_is_told_to_keep_to_itself() -> None:
     assert config["server"]["address"] == "127.0.0.1" and config["server"]["fileWatcherType"] == "none"
     assert config["browser"]["gatherUsageStats"] is False and config["client"]["toolbarMode"] == "minimal"
     assert config["client"]["showErrorDetails"] == "none"
+    assert config["runner"]["postScriptGC"] is False  # measured: with it a run took several times as long
 
 
 # ---- pure parts

@@ -201,6 +201,14 @@ def test_the_preview_counts_what_is_cut_and_says_where_its_figures_come_from(roo
     assert later.estimate.measured and later.estimate.low_s == later.estimate.high_s
 
 
+def test_a_loaded_pair_is_out_of_sight_of_garbage_collections(room: Room) -> None:
+    done(room.answer(room.jobs.visitor(), ask()))
+    assert gc.get_freeze_count() > 10_000
+    begun = time.thread_time()
+    gc.collect()
+    assert time.thread_time() - begun < 0.1
+
+
 def test_estimates_follow_the_formula() -> None:
     found = shapes("tiny")
     assert found is not None
