@@ -521,6 +521,8 @@ def test_a_draft_that_was_not_fed_catches_up(method: str, skipped: int) -> None:
 class Scripted:
     """Chooses these gammas in turn; remembers what it is told."""
 
+    least = 0.0
+
     def __init__(self, most: int) -> None:
         self.gammas, self.told = iter([3, 0, 0, 5, 1, 0, 8, *[0] * 18, 4, 4]), []
 
