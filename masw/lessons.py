@@ -309,11 +309,16 @@ def results(name: str) -> list[dict[str, Any]]:
     return [row for row in _lines(path) if row.get("type", "row") not in ("header", "session")] if path.is_file() else []
 
 
-def bench_lines() -> list[dict[str, Any]]:
-    """Lines of the benchmark's summary tables in data/results (docs/BENCH.md): a set, a context and a method each."""
-    folder = recorded_folder().parent / "results"
-    rows = [row for path in sorted(folder.glob("**/*.jsonl")) for row in _lines(path)]
-    return [row for row in rows if {"set", "context", "method", "speedup", "speedup_quartiles"} <= row.keys()]
+def bench_lines(pair: str) -> list[dict[str, Any]]:
+    """Lines of the pair's benchmark tables in data/results (docs/BENCH.md): a set, a context and a method each. Tables with an adaptive
+    gamma stay out: their rows have the names of those with a fixed one."""
+    found = []
+    for path in sorted((recorded_folder().parent / "results").glob("**/*.jsonl")):
+        head, *rows = _lines(path)
+        about = head.get("definition", {})
+        if about.get("pair") == pair and not about.get("adaptive"):
+            found += [row for row in rows if {"set", "context", "method", "speedup", "speedup_quartiles"} <= row.keys()]
+    return found
 
 
 NO_RESULTS = (

@@ -23,6 +23,7 @@ from masw.devices import peak_bytes, reset_peak
 from masw.errors import UsageError, plain_words
 from masw.memory import Memory
 from masw.methods import METHODS, MemoryOptions
+from masw.quantise import quantised
 from masw.weights import random_weights
 from masw.zoo import free_bytes
 
@@ -41,6 +42,7 @@ class Plan:
     batch: int
     rows: int  # a sequence: 1, or gamma + 1
     memory: MemoryShape
+    weights: str = "plain"  # what a draft's step reads: plain | int8 | int4; the target's pass is always plain
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class StepRow:
     batch: int
     rows: int
     dtype: str
+    weights: str  # plain: of that dtype; or int8 | int4
     ms: float | None
     ms_quartiles: tuple[float, float] | None
     floor_ms: float
@@ -76,8 +79,9 @@ def plans(
     batches: Sequence[int],
     options: MemoryOptions,
     gamma: int,
+    weights: str = "plain",
 ) -> list[Plan]:
-    """Every combination. Raises UsageError for a kind that is no step."""
+    """Every combination; `weights` are those of draft steps. Raises UsageError for a kind that is no step."""
     for kind in kinds:
         if kind not in KINDS:
             raise UsageError(f"'{kind}' is no step that can be timed alone; use some of {', '.join(KINDS)}")
@@ -89,12 +93,13 @@ def plans(
                     memory = MemoryShape() if kind == VERIFY else METHODS[kind].memory(options)
                     assert memory is not None
                     memory.check_block(gamma)
-                    found.append(Plan(shape, kind, context, batch, gamma + 1 if kind == VERIFY else 1, memory))
+                    rows, read = (gamma + 1, "plain") if kind == VERIFY else (1, weights)
+                    found.append(Plan(shape, kind, context, batch, rows, memory, read))
     return found
 
 
 def needed(plan: Plan, config: ModelConfig, dtype: torch.dtype, repeats: int, stride: int) -> int:
-    return cost.bench_bytes(
+    return cost.packed_bytes(config, plan.weights) + cost.bench_bytes(
         config, plan.memory, plan.context + _room(plan, repeats, stride), dtype.itemsize, rows=plan.rows, batch=plan.batch
     )
 
@@ -155,6 +160,8 @@ def _measure(plan: Plan, decoder: Decoder, rates: cost.Rates, need: int, stride:
     )  # fmt: skip
     memory.fill(plan.context, SEED)
     tokens = torch.randint(0, config.vocab, (plan.batch, plan.rows), device=device)
+    if plan.weights != "plain":
+        decoder = quantised(decoder, plan.weights)
 
     def draft() -> None:
         decoder.logits(decoder.forward(tokens, memory)[:, -1])
@@ -203,9 +210,9 @@ def _row(
     error: str | None = None,
 ) -> StepRow:
     size, batch = dtype.itemsize, plan.batch
-    read = cost.step_bytes(config, plan.memory, plan.context, size, batch)
+    read = cost.step_bytes(config, plan.memory, plan.context, size, batch, plan.weights)
     flops = cost.forward_flops(config, plan.rows * batch, plan.memory.entries(plan.context))
-    floor = cost.pass_ms(config, plan.memory, plan.context, size, rates, rows=plan.rows, batch=batch)
+    floor = cost.pass_ms(config, plan.memory, plan.context, size, rates, rows=plan.rows, batch=batch, kind=plan.weights)
     ms = median(samples) if samples else None
     low, _, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (0.0, 0.0, 0.0)
     return StepRow(
@@ -215,6 +222,7 @@ def _row(
         batch,
         plan.rows,
         str(dtype).removeprefix("torch."),
+        plan.weights,
         ms,
         (low, high) if len(samples) > 1 else None,
         floor,

@@ -61,7 +61,7 @@ print(lesson.source)
 # Every row is a set, a context and a method, over documents and repeats. Speed-ups are medians of ratios to autoregressive decoding of the same document; `predicted` uses measured step times, `at floor` the cost model alone.
 
 # %%
-lines = bench_lines()
+lines = bench_lines(pair)
 print(f"{len(lines)} lines of benchmark results" if lines else NO_RESULTS)
 traces = lesson.traces(["none", "full", "window", "masw", "snapkv", "hybrid", "lookup"])
 rows = lines or figures.speedup_rows(traces)

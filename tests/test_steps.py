@@ -17,6 +17,7 @@ from masw import cost, steps
 from masw.catalogue import SOURCES
 from masw.config import MemoryShape
 from masw.errors import UsageError
+from masw.methods import MemoryOptions
 from masw.shapes import SHAPES, resolve_shape
 from tests.helpers import memory_for, random_tokens, tiny_config, tiny_decoder
 from tests.test_bench import Call, masw  # noqa: F401 (a fixture)
@@ -164,3 +165,10 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("no CUDA here") and lines[-2].split()[:4] == ["tiny-4", "verify", "64", "2"]
     assert sum(line.startswith("tiny-") for line in lines) == 16
+
+
+def test_draft_steps_may_read_packed_weights(masw: Call, tmp_path: Path) -> None:  # noqa: F811
+    chosen = steps.plans(["smollm2-135m"], ["masw", steps.VERIFY], [64], [1], MemoryOptions(4, 16, 4), 5, "int4")
+    assert [plan.weights for plan in chosen] == ["int4", "plain"]  # the target's pass decides the output: never packed
+    code, _, err = masw(*TINY, "--contexts", 40, "--out", tmp_path, "--draft-weights", "int3")
+    assert code == 2 and "int3" in err

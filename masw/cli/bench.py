@@ -86,7 +86,19 @@ def bench(
         kinds = "full,window,masw,verify" if methods == "all" else methods
         options = MemoryOptions(sinks, window, stride)
         time_steps(
-            shape, kinds, lengths, numbers("batch", batch), options, most, repeats, device, dtype, out, as_json, skip_too_large
+            shape,
+            kinds,
+            lengths,
+            numbers("batch", batch),
+            options,
+            most,
+            repeats,
+            device,
+            dtype,
+            out,
+            as_json,
+            skip_too_large,
+            "plain" if draft_weights == "auto" else draft_weights,
         )
         return
     if shape or random_weights or skip_too_large:
@@ -178,6 +190,7 @@ def time_steps(
     out: Path,
     as_json: bool,
     skip_too_large: bool,
+    weights: str,
 ) -> None:
     """`masw bench --steps-only`: OUT/steps.jsonl and steps.csv, rewritten after every row."""
     from dataclasses import asdict
@@ -186,13 +199,15 @@ def time_steps(
     from masw.devices import resolve_device, resolve_dtype
     from masw.engine import Settings
     from masw.provenance import provenance
+    from masw.quantise import check_kind
     from masw.shapes import resolve_shape
 
     if repeats < 1:
         raise UsageError(f"--repeats must be at least 1, not {repeats}")
     Settings(gamma=gamma)
+    check_kind(weights)
     configs = {name: resolve_shape(name) for name in names}
-    chosen = steps.plans(list(configs), [k.strip() for k in kinds.split(",")], contexts, batches, options, gamma)
+    chosen = steps.plans(list(configs), [k.strip() for k in kinds.split(",")], contexts, batches, options, gamma, weights)
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     if not skip_too_large:
@@ -260,6 +275,7 @@ def show_steps(rows: list[StepRow]) -> str:
         "context": lambda x: f"{x.context:,}",
         "batch": lambda x: str(x.batch),
         "rows": lambda x: str(x.rows),
+        "weights": lambda x: x.dtype if x.weights == "plain" else x.weights,
         "ms": lambda x: cell(x.ms, 3),
         "quartiles": lambda x: spread(x.ms_quartiles, 3),
         "floor ms": lambda x: cell(x.floor_ms, 3),
