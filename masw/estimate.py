@@ -11,14 +11,6 @@ from masw.trace import Trace
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Rates of this machine, measured."""
-
-    flops: float  # FLOP/s of a large matrix product
-    bandwidth: float  # bytes/s at which one-row linears read their weights
-
-
-@dataclass(frozen=True)
 class Rates:
     """Rates of a run that was measured, in ms; None where nothing of the kind happened."""
 
@@ -70,7 +62,7 @@ def estimate(
     drafts: bool,
     itemsize: int,
     shared: bool,
-    machine: Machine,
+    machine: cost.Rates,
     known: Rates | None = None,
     read_already: int = 0,
 ) -> Estimate:
@@ -83,17 +75,17 @@ def estimate(
     prefill_s = (
         target_ms * to_read / 1e3
         if target_ms is not None
-        else cost.forward_flops(target, to_read, (prompt + read_already) // 2) / machine.flops
+        else cost.forward_flops(target, to_read, (prompt + read_already) // 2) / machine.flops_per_s
     )
     if shape is not None:
         keys = min(prompt // 2, shape.entries(prompt))
         prefill_s += (
             known.draft_prefill_ms * prompt / 1e3
             if known.draft_prefill_ms is not None
-            else cost.forward_flops(draft, prompt, keys) / machine.flops
+            else cost.forward_flops(draft, prompt, keys) / machine.flops_per_s
         )
-    step_s = cost.step_bytes(target, MemoryShape(), total, itemsize) / machine.bandwidth
-    draft_s = 0.0 if shape is None else cost.step_bytes(draft, shape, total, itemsize) / machine.bandwidth
+    step_s = cost.step_bytes(target, MemoryShape(), total, itemsize) / machine.bytes_per_s
+    draft_s = 0.0 if shape is None else cost.step_bytes(draft, shape, total, itemsize) / machine.bytes_per_s
     round_s = step_s + gamma * draft_s
     weights = cost.weight_bytes(target, itemsize) + (0 if shared or shape is None else cost.weight_bytes(draft, itemsize))
     low, high = (new_tokens * round_s / (gamma + 1 if drafts else 1), new_tokens * round_s)

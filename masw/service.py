@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from masw import hardware, prompts, store
+from masw import cost, hardware, prompts, store
 from masw.catalogue import distinct, resolve_pair
 from masw.config import ModelConfig
 from masw.devices import resolve_device, resolve_dtype
 from masw.errors import Cancelled, UsageError
-from masw.estimate import Estimate, Machine, Rates, estimate, rates
+from masw.estimate import Estimate, Rates, estimate, rates
 from masw.jobs import Job, Jobs, Stop
 from masw.methods import METHODS, Method, method_named
 from masw.metrics import Summary, summarise
@@ -360,10 +360,10 @@ def shapes(pair: str) -> tuple[ModelConfig, ModelConfig] | None:
 
 
 @lru_cache
-def machine(device: torch.device) -> Machine:
+def machine(device: torch.device) -> cost.Rates:
     """Measured once, in a second or two."""
     kind = torch.bfloat16 if device.type == "cuda" or hardware.native_bf16() else torch.float32
-    return Machine(hardware.measure_gemm(device, kind, 1024, 2), hardware.measure_bandwidth(device, kind, 2))
+    return cost.Rates(hardware.measure_bandwidth(device, kind, 2), hardware.measure_gemm(device, kind, 1024, 2))
 
 
 def speed_up(ours: Summary, reference: Summary) -> float | None:

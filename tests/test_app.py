@@ -36,7 +36,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[AppTest]:
 
     monkeypatch.setenv("MASW_APP_PAIR", "tiny")
     monkeypatch.setenv("MASW_APP_DTYPE", "fp32")
-    monkeypatch.setattr(service, "machine", lambda device: service.Machine(1e11, 1e10))
+    monkeypatch.setattr(service, "machine", lambda device: service.cost.Rates(1e10, 1e11))
     st.cache_resource.clear()
     yield AppTest.from_file(str(MAIN), default_timeout=120)
     from parts.frame import room

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from masw import service, store
+from masw.cost import Rates
 from masw.engine import Settings
 from masw.errors import UsageError
-from masw.estimate import Machine, estimate, rates
+from masw.estimate import estimate, rates
 from masw.jobs import CANCELLED, DONE, FAILED, Job
 from masw.methods import MemoryOptions
 from masw.metrics import summarise
@@ -29,7 +30,7 @@ MEMORY = MemoryOptions(2, 32, 4)
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
-    monkeypatch.setattr(service, "machine", lambda device: Machine(1e11, 1e10))
+    monkeypatch.setattr(service, "machine", lambda device: Rates(1e10, 1e11))
     room = Room(device="cpu", dtype="fp32")
     yield room
     room.close()
@@ -214,7 +215,7 @@ def test_estimates_follow_the_formula() -> None:
     assert found is not None
     draft, target = found
     common: dict[str, Any] = {"prompt": 1000, "new_tokens": 100, "gamma": 4, "itemsize": 4, "shared": False}
-    machine = Machine(1e12, 1e9)
+    machine = Rates(1e9, 1e12)
     plain = estimate(target, draft, None, drafts=False, machine=machine, **common)
     drafted = estimate(target, draft, options().shape(), drafts=True, machine=machine, **common)
     assert plain.decode_low_s == plain.decode_high_s
