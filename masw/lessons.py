@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from masw.config import MemoryShape
@@ -283,6 +284,12 @@ def _read(name: str) -> dict[str, Any]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def window_agreement(log: Sequence[dict[str, Any]]) -> float:
+    """Mean held-out agreement of the window alone in a training log: on the rows that its adaptor was measured on."""
+    last = next(line for line in reversed(log) if line["kind"] == "measure")
+    return fmean(row["agreement"] for row in last["rows"] if row["method"] == "window")
 
 
 # ---- result tables
