@@ -257,6 +257,9 @@ class Bench:
         shared_ms = (prefill.prefill_ms["target"] or 0.0) if again is None else 0.0
         drafted = sum(e.count for kind in ("accept", "reject") for e in job.trace.of(kind))
         drafted += sum(int(e.data.get("discarded", 0)) for e in job.trace.of("accept"))
+        drafts = job.trace.of("draft")
+        # Beside a copier a drafted token costs a step or nothing: only the mean says what drafting took.
+        stepped = fmean(e.data["read"] > 0 for e in drafts) if drafts else 0.0
         kv = header.get("draft_kv") or {}
         cell = replace(
             cell,
@@ -275,7 +278,7 @@ class Bench:
             acceptance=s.acceptance,
             acceptance_by_position=[round(share, 4) for share in s.acceptance_by_position],
             drafted_per_iteration=drafted / s.rounds if s.rounds else None,
-            draft_ms=s.draft_ms,
+            draft_ms=fmean(e.ms for e in drafts) if drafts else None,
             verify_ms=s.verify_ms,
             upkeep_ms=s.upkeep_ms,
             draft_weights=header.get("draft_weights"),
@@ -284,10 +287,10 @@ class Bench:
             draft_kv_ratio=kv["allocated_bytes"] / kv["full_bytes"] if kv else None,
             trace=f"traces/{name}",
         )
-        return self._floors(cell, options), s.tokens
+        return self._floors(cell, options, stepped), s.tokens
 
-    def _floors(self, cell: Cell, options: RunOptions) -> Cell:
-        """The same cell as the cost model sees it."""
+    def _floors(self, cell: Cell, options: RunOptions, stepped: float) -> Cell:
+        """The same cell as the cost model sees it; `stepped` is the share of drafted tokens that took a step of a model."""
         target, draft, rates = self._session.pair.target.config, self._session.draft_config(options), self._rates
         size, full, prompt = self._session.pair.target.decoder.dtype.itemsize, MemoryShape(), cell.prompt_tokens or 0
         at = prompt + (cell.new_tokens or 0) // 2
@@ -307,7 +310,7 @@ class Bench:
             return cell
         return replace(
             cell,
-            draft_floor_ms=cost.pass_ms(draft, shape, at, size, rates, kind=cell.draft_weights),
+            draft_floor_ms=stepped * cost.pass_ms(draft, shape, at, size, rates, kind=cell.draft_weights),
             prefill_draft_floor_ms=cost.prefill_ms(draft, shape, prompt, size, rates),
         )
 

@@ -79,7 +79,7 @@ class Cell:
     acceptance: float | None = None
     acceptance_by_position: list[float] = field(default_factory=list)
     drafted_per_iteration: float | None = None
-    draft_ms: float | None = None  # a drafted token, median
+    draft_ms: float | None = None  # a drafted token, mean
     draft_floor_ms: float | None = None
     verify_ms: float | None = None
     verify_floor_ms: float | None = None
@@ -302,7 +302,7 @@ def _line(name: str, context: int, method: str, group: list[Cell], base: dict[An
         peak_memory_predicted_bytes=max(values("peak_memory_predicted_bytes"), default=None),
         identical=sum(judged) if judged else None,
         compared=len(judged),
-        largest_logit_gap=max(values("logit_gap"), default=None),
+        largest_logit_gap=max(map(abs, values("logit_gap")), default=None),
     )
 
 

@@ -28,7 +28,7 @@ template: Literal["light", "dark"] = "light"  # theme of the figures
 
 # %%
 from masw import figures
-from masw.lessons import Lesson, missing, results, window_agreement
+from masw.lessons import Lesson, missing, results
 from masw.report import environment_card, headline, show
 
 lesson = Lesson(mode, pair, dtype=dtype, seed=seed)
@@ -54,7 +54,7 @@ show(drawn)
 held = {name: [(r["tokens"], r["agreement"]) for r in lines if r["kind"] == "measure"] for name, lines in logs.items()}
 assert logs and all(points for points in held.values())
 assert "copy" not in held or held["copy"][-1][1] > held["copy"][0][1]
-beside = {name: window_agreement(lines) for name, lines in logs.items()}
+beside = {row["run"]: row["agreement"] for row in drawn.table if row["measure"] == "held out, window alone"}
 assert "shipped" not in held or held["shipped"][-1][1] > beside["shipped"]
 for name, points in held.items():
     headline(f"held-out agreement of the window alone, {name}", beside[name], "share")

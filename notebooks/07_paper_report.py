@@ -58,7 +58,7 @@ print(lesson.source)
 # %% [markdown]
 # ## 1 Main table
 #
-# Every row is a set, a context and a method, over documents and repeats. Speed-ups are medians of ratios to autoregressive decoding of the same document; `predicted` uses measured step times, `at floor` the cost model alone.
+# Every row is a set, a context and a method, over documents and repeats. Speed-ups are medians of ratios to autoregressive decoding of the same document; `predicted` uses measured step times, `at floor` the cost model alone. In bf16 a block of rows is rounded differently than a single row, so an output may part from the greedy one where the target's two best logits nearly tie: the last column is how far they were apart. In fp32 outputs are equal (notebook 04).
 
 # %%
 lines = bench_lines(pair)

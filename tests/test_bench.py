@@ -98,6 +98,8 @@ def test_every_method_and_peer_gives_the_targets_own_output(masw: Call, data: Pa
     for row in own:
         trace = Trace.load(out / row["trace"])
         assert bool(trace.of("prefill", "target")) == METHODS[row["method"]].head and trace.header["method"] == row["method"]
+        if drafts := trace.of("draft"):  # a mean, since beside a copier some drafted tokens cost no step
+            assert row["draft_ms"] == pytest.approx(sum(e.ms for e in drafts) / len(drafts), rel=1e-2, abs=1e-3)
     # Methods take turns, the second time the other way about.
     assert [row["method"] for row in found] == names + names[::-1]
     line = {x["method"]: x for x in report["lines"]}

@@ -97,10 +97,12 @@ def training_curve(
             )
             table += [{"run": name, "tokens": t, "measure": "held out, masw", value: y, "n": n} for t, y, n in points]
         if window is not None:
-            figure.add_hline(
-                y=scale * window,
+            figure.add_scatter(
+                x=[0, max((t for t, _, _ in points), default=0) / 1e3],
+                y=[scale * window] * 2,
+                mode="lines",
+                name=f"{name}, window alone",
                 line={"color": look["line"]["color"], "dash": "dot", "width": 1},
-                annotation={"text": f"window alone, {name}", "font": {"size": 11, "color": ink(template)}},
             )
             table.append({"run": name, "tokens": None, "measure": "held out, window alone", value: window, "n": None})
         table += [{"run": name, "tokens": x, "measure": "training", value: y, "n": smooth} for x, y in zip(xs, ys, strict=True)]
@@ -198,6 +200,11 @@ def method_table(
     figure = canvas(title, template=template, height=90 + 28 * (len(rows) + 1))
     figure.add_trace(
         go.Table(
+            # As wide as the longest word of a column: a name that is cut names nothing.
+            columnwidth=[
+                2 + max(len(word) for text in (h, *(cell(r.get(n)) for r in rows)) for word in text.split() or [""])
+                for n, h in names.items()
+            ],
             header={
                 "values": [f"<b>{cell(h)}</b>" for h in names.values()],
                 "fill_color": grid(template),
