@@ -23,6 +23,10 @@ from masw.linear import dense
 FORMATS = (1, 2)
 """1: every tensor whole. 2: `q` as a low-rank difference from the backbone's own, q = backbone + q_up @ q_down."""
 
+SLOT_INPUTS = ("mean", "last", "token", "learned")
+"""Input of a slot: the mean of the r raw embeddings that it closes, the embedding of the last of them, a reserved token's, or a
+vector of its own."""
+
 LOW_RANK = frozenset({"q_up", "q_down"})
 
 SHIPPED_BYTES = 16_000_000  # an adaptor that comes with masw is smaller than this
@@ -34,15 +38,15 @@ class AdaptorInfo:
 
     base: str  # name of the draft model that it was copied from
     strides: tuple[int, ...]  # r that it was trained for; empty: untrained, serves any
-    slot_input: str = "mean"  # mean: mean of the r raw embeddings a slot closes; token: a reserved token's; learned: own vector
+    slot_input: str = "mean"  # one of SLOT_INPUTS
     slot_token: int = 0  # the reserved token, for slot_input == "token"
     mirror: str = "kv"  # kv, or qkv: slot rows have their own query projection too
     bias: bool = False  # slot rows have K/V biases though the backbone has none (masw.quiet)
     provenance: dict[str, Any] = field(default_factory=dict)  # commit, data hash, tokens seen, recipe, measure
 
     def __post_init__(self) -> None:
-        if self.slot_input not in ("mean", "token", "learned"):
-            raise UsageError(f"slot input '{self.slot_input}' is unknown; use mean, token or learned")
+        if self.slot_input not in SLOT_INPUTS:
+            raise UsageError(f"slot input '{self.slot_input}' is unknown; use {', '.join(SLOT_INPUTS)}")
         if self.mirror not in ("kv", "qkv"):
             raise UsageError(f"mirror '{self.mirror}' is unknown; use kv or qkv")
 
@@ -199,6 +203,8 @@ Layers = Tensor | Sequence[Tensor]
 def _slot_input(info: AdaptorInfo, learned: Tensor | None, sources: Tensor, embed: Tensor) -> Tensor:
     if info.slot_input == "mean":
         return F.embedding(sources, embed).mean(dim=2)
+    if info.slot_input == "last":
+        return F.embedding(sources[:, :, -1], embed)
     row = embed[info.slot_token] if learned is None else learned.to(embed.dtype)
     return row.expand(*sources.shape[:2], -1)
 

@@ -45,7 +45,7 @@ class TrainConfig(BaseModel):
     base: str  # name of the draft model, kept in the adaptor file
     stages: tuple[str, ...] = ("384x8:300k:2/1/0", "1280x2:300k:1/1/0", "2048x1:400k:1/2/1")  # see Stage.parse
     mirror: Literal["kv", "qkv"] = "kv"
-    slot_input: Literal["mean", "token", "learned"] = "mean"
+    slot_input: Literal["mean", "last", "token", "learned"] = "mean"
     slot_token: int = Field(0, ge=0)
     random_init: bool = False  # ablation: mirrored weights start random, not copied
     quiet: float = Field(0.0, ge=0, le=100)  # nats by which slot scores start lowered (masw.quiet); 0: the paper's plain copy

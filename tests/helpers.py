@@ -283,6 +283,8 @@ def _reference_slot(adaptor: Adaptor, embed: Tensor, closed: Tensor) -> Tensor:
     """Input [B, hidden] of the slot that closes raw tokens `closed` [B, r]."""
     if adaptor.info.slot_input == "mean":
         return embed[closed].mean(1)
+    if adaptor.info.slot_input == "last":
+        return embed[closed[:, -1]]
     row = embed[adaptor.info.slot_token] if adaptor.info.slot_input == "token" else adaptor.slot_embedding
     assert row is not None
     return row.expand(closed.shape[0], -1)

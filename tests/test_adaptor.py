@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from masw.adaptor import SHIPPED_BYTES, Adaptor, AdaptorInfo, low_rank, rank_that_fits, read_info
+from masw.adaptor import SHIPPED_BYTES, SLOT_INPUTS, Adaptor, AdaptorInfo, low_rank, rank_that_fits, read_info
 from masw.config import ModelConfig
 from masw.decoder import Decoder
 from masw.errors import UsageError
@@ -51,7 +51,7 @@ def test_copied_weights_are_not_shared_with_the_backbone() -> None:
     assert torch.equal(Adaptor.copied(DECODER, adaptor.info).kv[0], DECODER.weights.layers[0].qkv[DECODER.config.q_width :])
 
 
-@pytest.mark.parametrize("slot_input", ["mean", "token", "learned"])
+@pytest.mark.parametrize("slot_input", SLOT_INPUTS)
 @pytest.mark.parametrize("mirror", ["kv", "qkv"])
 def test_a_file_holds_weights_and_provenance(tmp_path: Path, mirror: str, slot_input: str) -> None:
     adaptor, path = trained_adaptor(DECODER, slot_input, mirror), tmp_path / "deep" / "a.safetensors"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from masw import cost
-from masw.adaptor import Adaptor, AdaptorInfo
+from masw.adaptor import SLOT_INPUTS, Adaptor, AdaptorInfo
 from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.dense import DenseMemory
@@ -161,7 +161,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         draw(st.sampled_from(FAMILIES)),
         shape,
-        draw(st.sampled_from(["mean", "token", "learned"])),
+        draw(st.sampled_from(SLOT_INPUTS)),
         draw(st.sampled_from(["kv", "qkv"])),
         draw(st.integers(1, 2)),
         draw(st.integers(0, 70)),
@@ -235,7 +235,7 @@ def test_streaming_with_rejected_drafts_equals_one_dense_pass() -> None:
     assert rounds >= 2000
 
 
-@pytest.mark.parametrize("slot_input", ["mean", "token", "learned"])
+@pytest.mark.parametrize("slot_input", SLOT_INPUTS)
 @pytest.mark.parametrize("mirror", ["kv", "qkv"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_and_adaptor_streams_as_it_trains(family: str, mirror: str, slot_input: str) -> None:

@@ -76,7 +76,7 @@ def log(folder: Path, kind: str = "step") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("mirror", "slot_input"), [("kv", "mean"), ("qkv", "learned"), ("kv", "token")])
+@pytest.mark.parametrize(("mirror", "slot_input"), [("kv", "mean"), ("qkv", "learned"), ("kv", "token"), ("kv", "last")])
 def test_gradients_reach_the_mirrored_weights_only(family: str, mirror: str, slot_input: str) -> None:
     decoder = small_decoder(family=family)
     adaptor = Adaptor.copied(decoder, AdaptorInfo("tiny", (), slot_input, 3, mirror)).requires_grad_(True)

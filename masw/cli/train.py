@@ -43,7 +43,10 @@ def train(
     ] = "384x8:300k:2/1/0,1280x2:300k:1/1/0,2048x1:400k:1/2/1",
     mirror: Annotated[str, typer.Option(help="Which projections of the slots train: kv (as in the paper) | qkv.")] = "kv",
     slot_input: Annotated[
-        str, typer.Option(help="What a slot reads: mean (of its r embeddings) | token (a reserved one) | learned.")
+        str,
+        typer.Option(
+            help="What a slot reads: mean (of the r embeddings it closes) | last (of them) | token (a reserved one) | learned."
+        ),
     ] = "mean",
     slot_token: Annotated[int, typer.Option(help="The reserved token's id, or the one a learned embedding starts from.")] = 0,
     kl: Annotated[
