@@ -83,7 +83,7 @@ gpu-train: $(STAMP) ## one slice of at most 9 minutes of training on a GPU
 eval-adaptor: $(STAMP) ## the measure: make eval-adaptor PAIR=smollm2 ARGS="--data FILE.jsonl --contexts 2k,4k"
 	@$(BIN)/masw eval-adaptor --pair $(PAIR) $(ARGS)
 
-ablations: $(STAMP) ## recipes at equal tokens, resumable (hours)
+ablations: $(STAMP) ## recipes at equal tokens, resumable, under an hour of one core
 	@$(BIN)/python scripts/ablations.py $(ARGS)
 
 ship: $(STAMP) ## put a trained adaptor into data/adaptors if it beats the one there

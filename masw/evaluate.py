@@ -7,7 +7,7 @@ answer prefix decides every round. Tokens per iteration follow from the agreemen
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
 import torch
@@ -129,21 +129,48 @@ class Outcome:
         return fmean(self.planted or self.agree)
 
 
+Answered = tuple[Case, tuple[int, ...]]  # a case and the answer that drafts are judged on
+
+
+@dataclass
+class Known:
+    """What measures of one draft on the same cases share: whatever does not depend on an adaptor."""
+
+    beliefs: dict[Answered, Tensor] = field(default_factory=dict)  # of the full-KV draft: log-probabilities [answer, vocab]
+    outcomes: dict[tuple[Answered, MemoryShape], Outcome] = field(default_factory=dict)
+
+
 def judge(
-    decoder: Decoder, choices: Sequence[Variant], case: Case, answer: Sequence[int], tokenizer: AnyTokenizer, vocab: int
+    decoder: Decoder,
+    choices: Sequence[Variant],
+    case: Case,
+    answer: Sequence[int],
+    tokenizer: AnyTokenizer,
+    vocab: int,
+    known: Known | None = None,
 ) -> list[Outcome]:
-    """Outcomes of all variants on one case; the first variant must be `full`, the reference of the KL. `vocab`: the target's."""
+    """Outcomes of all variants on one case; the first variant must be `full`, the reference of the KL. `vocab`: the target's.
+
+    What `known` holds of this case is not computed again.
+    """
+    known = known or Known()
+    case_key = case, tuple(answer)
     wanted = torch.tensor(list(answer), device=decoder.device)
     spots = planted_positions(tokenizer, answer, case.planted) if case.planted else []
-    reference: Tensor | None = None
     found = []
     for variant in choices:
+        key = case_key, variant.shape
+        if variant.adaptor is None and key in known.outcomes:
+            found.append(known.outcomes[key])
+            continue
         logits = predictions(decoder, variant, case.prompt, answer, vocab)
         beliefs = logits[:, : decoder.config.vocab].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        reference = beliefs if reference is None else reference
+        reference = known.beliefs.setdefault(case_key, beliefs)
         kl = (reference.exp() * (reference - beliefs)).sum(-1).mean()
         agree = (likeliest(logits) == wanted).tolist()
         found.append(Outcome(agree, float(kl), [agree[i] for i in spots]))
+        if variant.adaptor is None:
+            known.outcomes[key] = found[-1]
     return found
 
 
@@ -158,10 +185,12 @@ def run(
     sinks: int,
     answer_tokens: int,
     methods: Container[str] | None = None,
+    known: Known | None = None,
 ) -> list[Row]:
     """The whole measure on `chosen` cases. `trained(r)` as in `variants`; a case that the target itself gets wrong is left out.
 
-    `methods` leaves out all others but `full`, which the rest is compared with.
+    `methods` leaves out all others but `full`, which the rest is compared with. `known` is kept from one measure to the next, where
+    only the adaptor differs.
     """
     draft, target = session.pair.draft, session.pair.target
     untrained = Adaptor.copied(draft.decoder, AdaptorInfo(draft.name, ()))
@@ -174,7 +203,7 @@ def run(
             quiet, _ = adaptor_for(draft.decoder, draft.name, strides[0], "quiet", case.prompt)
         choices = variants(windows, strides, case.context, untrained, trained, sinks, quiet)
         choices = [c for c in choices if c.method == "full" or methods is None or c.method in methods]
-        results.append((case, choices, judge(draft.decoder, choices, case, said, target.tokenizer, target.config.vocab)))
+        results.append((case, choices, judge(draft.decoder, choices, case, said, target.tokenizer, target.config.vocab, known)))
     return summarise(results, gammas)
 
 

@@ -310,6 +310,14 @@ def results(name: str) -> list[dict[str, Any]]:
     return [row for row in _lines(path) if row.get("type", "row") not in ("header", "session")] if path.is_file() else []
 
 
+def ablations(pair: str) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    """Rows of the pair's table of ablations and its loss curves by recipe (docs/TRAINING.md); empty while there is none."""
+    from masw import ablations as table
+
+    lines = table.read(recorded_folder().parent / "results" / f"ablations_{pair}.jsonl")
+    return table.rows(lines), table.curves(lines)
+
+
 def bench_lines(pair: str) -> list[dict[str, Any]]:
     """Lines of the pair's benchmark tables in data/results (docs/BENCH.md): a set, a context and a method each. Tables with an adaptive
     gamma stay out: their rows have the names of those with a fixed one."""

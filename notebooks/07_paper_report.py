@@ -33,7 +33,18 @@ template: Literal["light", "dark"] = "light"  # theme of the figures
 
 # %%
 from masw import figures
-from masw.lessons import BENCH_COLUMNS, NO_RESULTS, PAPER, Lesson, bench_lines, missing, results, speedup_points, trade_off
+from masw.lessons import (
+    BENCH_COLUMNS,
+    NO_RESULTS,
+    PAPER,
+    Lesson,
+    ablations,
+    bench_lines,
+    missing,
+    results,
+    speedup_points,
+    trade_off,
+)
 from masw.report import environment_card, headline, show
 
 lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, document, seed)
@@ -120,10 +131,10 @@ if kept.get("masw") and kept.get("full"):
 # ## 4 Ablations
 
 # %%
-ablations = results("ablations")
+compared, _ = ablations(pair)
 show(
     figures.method_table(
-        ablations or missing("slot input", "copy against random initialisation", "training length", "PT + SFT against SFT only"),
+        compared or missing("slot input", "copy against random initialisation", "training length", "PT + SFT against SFT only"),
         title="Ablations at equal tokens",
         template=template,
     )
@@ -133,7 +144,7 @@ show(
 # **Takeaway.** Rows that say "not measured yet" are missing, and nothing should be read into them.
 
 # %%
-headline("ablations measured", len(ablations), "rows")
+headline("ablations measured", len(compared), "rows")
 
 # %% [markdown]
 # ## 5 Open questions

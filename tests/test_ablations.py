@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from masw import ablations, lessons
 from masw.curriculum import Stage
+from masw.errors import UsageError
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "ablations.py"
 
@@ -31,27 +35,49 @@ def call(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MASW_HOME", str(tmp_path / "home"))
 
     def run(*options: str) -> int:
-        fixed = ["--tiny", "--tokens", "700", "--out", str(tmp_path / "runs"), "--results", str(tmp_path / "docs")]
+        fixed = ["--tiny", "--tokens", "700", "--out", str(tmp_path / "runs"), "--results", str(tmp_path / "table.jsonl")]
         return int(script.main([*fixed, "--device", "cpu", "--dtype", "fp32", *options]))
 
     return run
 
 
 def results(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "docs" / "ablations.jsonl").read_text().splitlines()]
+    return ablations.read(tmp_path / "table.jsonl")
 
 
-def test_every_recipe_trains_and_is_measured(call: Any, script: ModuleType, tmp_path: Path) -> None:
-    assert call() == 0
+def test_every_recipe_trains_and_is_measured(
+    call: Any, script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--only", "all") == 0
     lines = results(tmp_path)
     assert [line["recipe"] for line in lines] == list(script.RECIPES)
     for line in lines:
-        assert line["curve"] and line["held_out"][0]["tokens"] == 0 and len(line["held_out"]) >= 2
+        assert [tokens for tokens, _ in line["curve"]] == [256, 512, 768, 1024]
         assert {"full", "window", "masw"} <= {row["method"] for row in line["rows"]}
+        assert {row["set"] for row in line["held_out"]} == {
+            f"{kind}-{n}" for kind in ("reconstruction", "text", "answers") for n in (48, 96)
+        }
         assert line["provenance"]["torch"]
-    table = (tmp_path / "docs" / "ABLATIONS.md").read_text()
-    assert all(f"| {name} | " in table for name in ["full", "window", *script.RECIPES])
-    assert len({row.count("|") for row in table.splitlines() if row.startswith("|")}) == 1
+    rows = ablations.rows(lines)
+    assert len({tuple(row) for row in rows}) == 1  # every row has every column
+    assert list(dict.fromkeys(row["recipe"] for row in rows)) == ["full", "window", "masw-untrained", *script.RECIPES]
+    assert [(row["W"], row["r"]) for row in rows if row["recipe"] == "base"] == [(8, 8), (16, 8), (32, 8)]
+    assert all(isinstance(row["agreement at 96"], float) for row in rows if row["recipe"] != "full")
+    curves = ablations.curves(lines)
+    assert curves["base"][0]["nll"] != curves["random"][0]["nll"] and len(curves["base"]) == 4
+    shown = capsys.readouterr()
+    assert shown.out == ablations.markdown(rows)
+    assert "predicted at 250 trained tokens/s" in shown.err and "min left of all" in shown.err
+
+
+def test_what_all_share_is_measured_once(call: Any, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = script.evaluate.predictions
+    monkeypatch.setattr(script.evaluate, "predictions", lambda d, v, *rest: read.append(v.method) or real(d, v, *rest))
+    assert call("--only", "random,qkv") == 0
+    assert read == ["full", "window", "masw", "masw"]
+    one, other = ([row for row in line["rows"] if row["method"] != "masw"] for line in results(tmp_path))
+    assert one == other
 
 
 def test_what_is_done_is_not_done_again(call: Any, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +85,7 @@ def test_what_is_done_is_not_done_again(call: Any, script: ModuleType, tmp_path:
     first = results(tmp_path)
     made: list[str] = []
     real = script.Lab.result
-    monkeypatch.setattr(script.Lab, "result", lambda lab, name: made.append(name) or real(lab, name))
+    monkeypatch.setattr(script.Lab, "result", lambda lab, name, clock: made.append(name) or real(lab, name, clock))
     assert call("--only", "random,base") == 0
     assert made == ["base"] and [line["recipe"] for line in results(tmp_path)] == ["base", "random"]
     assert results(tmp_path)[1] == first[0]
@@ -68,39 +94,73 @@ def test_what_is_done_is_not_done_again(call: Any, script: ModuleType, tmp_path:
 
 
 def test_an_interrupted_recipe_goes_on(call: Any, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import signal
-
-    def interrupt(line: dict[str, Any]) -> None:
-        if line["kind"] == "step" and line["step"] == 2:
+    def interrupt(text: str) -> None:
+        if "base: 512 of" in text:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(script, "progress", interrupt)
+    monkeypatch.setattr(script, "say", interrupt)
     assert call("--only", "base") == 130
-    assert not (tmp_path / "docs" / "ablations.jsonl").exists()
+    assert not (tmp_path / "table.jsonl").exists()
     assert call("--only", "base") == 0
     log = (tmp_path / "runs" / "base" / "log.jsonl").read_text()
     assert [json.loads(line)["step"] for line in log.splitlines() if '"kind": "start"' in line] == [0, 2]
     assert len(results(tmp_path)) == 1
 
 
-def test_recipes_have_equal_tokens(script: ModuleType) -> None:
+def test_recipes_have_equal_tokens_and_steps(script: ModuleType) -> None:
+    options = script.parse([])
+    setting = script.setting_of(options)
+    assert script.setting_of(script.parse(["--tokens", "30000"])).tokens == setting.tokens == 32_768
     for name, recipe in script.RECIPES.items():
-        stages = [Stage.parse(text) for text in recipe.stages(300_000)]
-        assert sum(stage.tokens for stage in stages) == 300_000, name
-        assert max(stage.length * stage.rows for stage in stages) <= 4096
+        stages = [Stage.parse(text) for text in recipe.stages(setting.tokens)]
+        assert sum(stage.tokens for stage in stages) == setting.tokens, name
+        assert {stage.length * stage.rows for stage in stages} == {2048}, name
+        assert sum(stage.steps for stage in stages) == setting.tokens / 2048
     assert not script.RECIPES["base"].fields
+
+
+def test_the_default_list_answers_each_question_within_its_time(script: ModuleType) -> None:
+    kinds = {
+        "copied or random": {"base", "random"},
+        "short or long": {"short", "long"},
+        "PT and SFT": {"pt-sft", "sft", "pt"},
+        "mirror": {"base", "qkv"},
+        "slot input": {"base", "token", "last"},
+        "reconstruction": {"base", "no-reconstruction"},
+        "r": {"r4", "base", "r16"},
+    }
+    assert set().union(*kinds.values()) == set(script.DEFAULT)
+    setting = script.setting_of(script.parse([]))
+    assert setting.measured("base") == (128, 64, 256)
+    shared = setting.shared_seconds(script.DEFAULT, 3, 250.0)
+    assert shared + sum(setting.seconds(name, 3, 250.0) for name in script.DEFAULT) < 45 * 60
+
+
+def test_the_plan_alone(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--plan") == 0
+    assert not (tmp_path / "table.jsonl").exists() and not (tmp_path / "runs").exists()
+    err = capsys.readouterr().err
+    assert "no-reconstruction" in err and "13 recipes of 1,024 tokens" in err
+
+
+def test_notebooks_read_the_table(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lessons, "recorded_folder", lambda: tmp_path / "traces")
+    assert lessons.ablations("tiny") == ([], {})
+    assert call("--only", "random", "--results", str(tmp_path / "results" / "ablations_tiny.jsonl")) == 0
+    rows, curves = lessons.ablations("tiny")
+    assert [row["recipe"] for row in rows] == ["full", "window", "random"] and list(curves) == ["random"]
 
 
 def test_bad_options(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, phrase in (
         (("--only", "rndom"), "there is no recipe 'rndom'"),
-        (("--docs", "0"), "must be at least 1"),
+        (("--docs", "0"), "must be above 0"),
         (("--device", "tpu"), "unknown"),
     ):
         assert call(*options) == 2
         assert phrase in capsys.readouterr().err
-    (tmp_path / "docs").mkdir(exist_ok=True)
-    (tmp_path / "docs" / "ablations.jsonl").write_text("{")
-    assert call() == 2 and "is not a results file" in capsys.readouterr().err
-    assert call("--list") == 0 and "no-reconstruction" in capsys.readouterr().out
+    for content in ("{", "", '{"type": "header", "schema": 99}\n', '{"type": "line"}\n', "[]\n"):
+        (tmp_path / "table.jsonl").write_text(content)
+        assert call() == 2 and "is not a table of ablations" in capsys.readouterr().err
+        with pytest.raises(UsageError):
+            ablations.read(tmp_path / "table.jsonl")
