@@ -18,7 +18,12 @@ from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.dense import DenseMemory
 
-CHUNK_ROWS = 128  # of logits at a time: 128 rows of 49K fp32 are 25 MB
+CHUNK_BYTES = 128 * 2**20
+"""Of logits at a time, as they come from the LM head: each product reads the whole head, so it should serve many rows."""
+
+CACHED_BYTES = 8 * 2**20
+"""Of fp32 logits at a time in the chain of elementwise passes. Temporaries of this size stay in the cache and are used again; larger
+ones go back to the system each time, and its zeroed pages cost more than the arithmetic (3.5 times the whole chain at 152K)."""
 
 
 class Passes:
@@ -75,31 +80,23 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)
-        for start in range(0, hidden.shape[0], CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
+        vocabulary = decoder.weights.embed.shape[0]
+        step = max(1, CHUNK_BYTES // (vocabulary * hidden.element_size()))
+        for start in range(0, hidden.shape[0], step):
+            rows = slice(start, start + step)
             with torch.enable_grad():
                 x = hidden[rows].detach().requires_grad_(grad is not None)
                 raw = decoder.logits(x)
-            logits = raw.detach().to(torch.promote_types(raw.dtype, torch.float32))
-            target = labels[rows, None]
-            lse = logits.logsumexp(-1)
-            nll = lse - logits.gather(1, target).squeeze(1)
-            p = logits.softmax(-1)
-            distance = torch.zeros_like(nll)
-            agreed = torch.zeros_like(nll)
-            if teacher is not None:
-                other = decoder.logits(teacher[rows]).to(logits.dtype)
-                t = other.softmax(-1)
-                agreed = (other.argmax(-1) == logits.argmax(-1)).to(nll.dtype)
-                other_lse = other.logsumexp(-1)
-                distance = (t * other.sub_(logits)).sum(-1) - other_lse + lse
-                p.sub_(t, alpha=kl)
-            weight = kl if teacher is not None else 0.0
-            loss = (1 - weight) * nll + weight * distance
-            sums += torch.stack([part.sum().double() for part in (loss, nll, distance, agreed)])
+            other = None if teacher is None else decoder.logits(teacher[rows])
+            logits = raw.detach()  # becomes its own gradient below, in place: the LM head's backward needs only its input
+            small = max(1, CACHED_BYTES // (vocabulary * 4))
+            for at in range(0, logits.shape[0], small):
+                part = slice(at, at + small)
+                sums += _score_rows(
+                    logits[part], None if other is None else other[part], labels[rows][part], kl, None if grad is None else total
+                )
             if grad is not None:
-                p.scatter_add_(1, target, torch.full_like(target, weight - 1, dtype=p.dtype))
-                (grad[rows],) = torch.autograd.grad(raw, x, p.div_(total).to(raw.dtype))
+                (grad[rows],) = torch.autograd.grad(raw, x, logits)
         if grad is not None:
             ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(sums)
@@ -109,6 +106,64 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad * grads[0].to(grad.dtype), None, None, None, None, None
+
+
+def _score_rows(logits: Tensor, other: Tensor | None, labels: Tensor, kl: float, total: float | None) -> Tensor:
+    """Sums [4] in fp64 of loss, next-token loss, KL and agreement over logits [n, V] beside the full-KV model's `other` [n, V].
+
+    With `total` the gradient of loss / total by the logits takes the place of `logits`.
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    wide, target = logits.to(exact), labels[:, None]
+    best = _argmax(wide)
+    p = wide.softmax(-1)
+    # The probability of the most likely token gives the log of the partition sum without another pass.
+    lse = wide.gather(1, best).sub_(p.gather(1, best).log_()).squeeze(1)
+    nll = lse - wide.gather(1, target).squeeze(1)
+    distance = agreed = torch.zeros_like(nll)
+    weight = 0.0
+    if other is not None:
+        wider, weight = other.to(exact), kl
+        theirs = _argmax(wider)
+        t = wider.softmax(-1)
+        other_lse = wider.gather(1, theirs).sub_(t.gather(1, theirs).log_()).squeeze(1)
+        agreed = (theirs == best).squeeze(1).to(nll.dtype)
+        distance = torch.linalg.vecdot(t, wider.sub_(wide)) - other_lse + lse
+        p.sub_(t, alpha=kl)
+    loss = (1 - weight) * nll + weight * distance
+    if total is not None:
+        p.scatter_add_(1, target, torch.full_like(target, weight - 1, dtype=p.dtype))
+        logits.copy_(p.div_(total))
+    return torch.stack([part.sum().double() for part in (loss, nll, distance, agreed)])
+
+
+def _argmax(x: Tensor) -> Tensor:
+    """Index [n, 1] of the largest of x [n, V]: torch's maximum is several times faster on a CPU than its argmax, so the place is
+    looked for in the winning 128 alone."""
+    n, v = x.shape
+    if v % 128:
+        return x.argmax(-1, keepdim=True)
+    blocks = x.view(n, -1, 128)
+    block = blocks.amax(-1).argmax(-1, keepdim=True)  # [n, 1]
+    inside = blocks.gather(1, block[:, :, None].expand(n, 1, 128)).squeeze(1).argmax(-1, keepdim=True)
+    return block * 128 + inside
+
+
+def hardest(decoder: Decoder, hidden: Tensor, teacher: Tensor, rows: Tensor, most: int) -> Tensor:
+    """Which of n loss positions to score, in order: of each row at most `most`, those that the memory has moved furthest.
+
+    hidden, teacher [n, H] before the final norm; rows [n], ascending, the row of each position. Distance is that of the hidden states
+    behind the final norm: the LM head then multiplies what there is to learn from, and not the many positions that a window
+    alone gets right (for a vocabulary of 152K it is half of a training step otherwise).
+    """
+    with torch.no_grad():
+        far = (decoder.normed(hidden) - decoder.normed(teacher)).float().square().sum(-1)
+        counts = torch.bincount(rows)
+        kept, start = [], 0
+        for count in counts.tolist():
+            kept.append(start + far[start : start + count].topk(min(most, count)).indices.sort().values)
+            start += count
+        return torch.cat(kept)
 
 
 def head_loss(

@@ -28,7 +28,7 @@ from masw.config import MemoryShape
 from masw.curriculum import Batch, Curriculum, Stage
 from masw.data import Answers, Texts
 from masw.decoder import Decoder
-from masw.distil import NOTHING, Passes, Score, full_hidden, head_loss, score
+from masw.distil import NOTHING, Passes, Score, full_hidden, hardest, head_loss, score
 from masw.errors import Cancelled, MaswError, UsageError
 from masw.provenance import provenance
 from masw.quiet import hush
@@ -53,6 +53,7 @@ class TrainConfig(BaseModel):
     windows: tuple[int, ...] = (48, 64, 96, 128, 192, 256)
     sinks: int = Field(4, ge=0)
     kl: float = Field(0.7, ge=0, le=1)  # share of the distance to the full-KV model in the loss
+    hardest: int = Field(0, ge=0)  # loss positions of a row, those furthest from the full-KV model; 0: all
     most_pieces: int = Field(8, ge=1)  # reconstruction: the second copy comes in up to so many shuffled pieces
     lr: float = Field(3e-3, gt=0, le=1)
     min_lr: float = Field(0.05, ge=0, le=1)  # share of lr at the end of the cosine
@@ -78,6 +79,8 @@ class TrainConfig(BaseModel):
             raise ValueError("stages, strides and windows each need at least one value")
         if self.init and (self.random_init or self.quiet):
             raise ValueError("a run starts from an adaptor, or from random or quiet weights, not both")
+        if self.hardest and not self.kl:
+            raise ValueError("hardest positions are those far from the full-KV model, which kl 0 leaves out; give kl a share")
         self.parsed()
         for window in (*self.windows, *self.eval_windows):
             for stride in self.strides:
@@ -142,9 +145,10 @@ def start_from(path: Path, decoder: Decoder, base: str) -> Start:
 class Trainee(nn.Module):
     """The adaptor and its loss, as one module that DistributedDataParallel can wrap."""
 
-    def __init__(self, adaptor: Adaptor, passes: Passes, kl: float) -> None:
+    def __init__(self, adaptor: Adaptor, passes: Passes, kl: float, most: int = 0) -> None:
+        """`most`: loss positions of a row, see `distil.hardest`; 0: all."""
         super().__init__()
-        self.adaptor, self._passes, self._kl = adaptor, passes, kl
+        self.adaptor, self._passes, self._kl, self._most = adaptor, passes, kl, most
 
     def forward(self, tokens: Tensor, scored: Tensor, shape: MemoryShape, total: float) -> tuple[Tensor, Score]:
         """Loss over `total` positions; tokens [B, T], scored [B, T - 1]."""
@@ -153,8 +157,11 @@ class Trainee(nn.Module):
         if self._kl:
             with torch.no_grad():
                 teacher = self._passes.hidden(tokens, MemoryShape(), None)[at]
-        hidden = self._passes.hidden(tokens, shape, self.adaptor)[at]
-        return head_loss(self._passes.decoder, hidden, teacher, tokens[:, 1:][at], kl=self._kl, total=total)
+        hidden, labels = self._passes.hidden(tokens, shape, self.adaptor)[at], tokens[:, 1:][at]
+        if self._most and teacher is not None:
+            kept = hardest(self._passes.decoder, hidden, teacher, at[0], self._most)
+            hidden, teacher, labels = hidden[kept], teacher[kept], labels[kept]
+        return head_loss(self._passes.decoder, hidden, teacher, labels, kl=self._kl, total=total)
 
 
 @dataclass(frozen=True)
@@ -247,7 +254,7 @@ class _Run:
         self.adaptor.requires_grad_(True)
         self.passes = Passes(decoder, config.attention, checkpoint=config.checkpoint_activations)
         self.eval_passes = Passes(decoder, config.attention)
-        self.trainee: nn.Module = Trainee(self.adaptor, self.passes, config.kl)
+        self.trainee: nn.Module = Trainee(self.adaptor, self.passes, config.kl, config.hardest)
         if self.world > 1:
             self.trainee = nn.parallel.DistributedDataParallel(self.trainee)
         self.optimiser = torch.optim.AdamW(
@@ -339,7 +346,8 @@ class _Run:
         rows = slice(self.rank, None, self.world)
         tokens, scored = batch.tokens[rows].to(self.decoder.device), batch.scored[rows].to(self.decoder.device)
         # DDP averages gradients over workers, so each divides by its share of all positions.
-        total = float(batch.scored.sum()) / self.world
+        counts = batch.scored.sum(1)
+        total = float((counts.clamp(max=self.config.hardest) if self.config.hardest else counts).sum()) / self.world
         found = NOTHING
         self.optimiser.zero_grad(set_to_none=True)
         micro = self.config.micro_rows or len(tokens)

@@ -22,7 +22,7 @@ from masw.adaptor import Adaptor, AdaptorInfo
 from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.dense import DenseMemory
-from masw.distil import Passes, head_loss
+from masw.distil import Passes, _argmax, hardest, head_loss
 from masw.errors import Cancelled, MaswError, UsageError
 from masw.memory import Memory
 from masw.tokenizer import ByteTokenizer
@@ -141,6 +141,38 @@ def test_the_loss_and_its_gradient_are_what_autograd_gives(kl: float) -> None:
     assert math.isclose(found.kl, distance.item(), rel_tol=1e-9)
     assert math.isclose(found.nll, nll.item(), rel_tol=1e-9)
     assert found.agreed == int((logits.argmax(-1) == other.argmax(-1)).sum())
+
+
+@pytest.mark.parametrize("vocabulary", [5, 128, 1280, 1300])
+def test_the_place_of_the_largest_logit(vocabulary: int) -> None:
+    x = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(_argmax(x), x.argmax(-1, keepdim=True))
+
+
+def test_the_hardest_positions_of_each_row_are_the_furthest_from_the_full_model() -> None:
+    decoder = small_decoder(torch.float64)
+    teacher = torch.randn(1, decoder.config.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).expand(9, -1)
+    moved = torch.tensor([0.0, 3, 1, 2, 0, 5, 4, 6, 1])[:, None]
+    noise = torch.randn(1, decoder.config.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    rows = torch.tensor([0, 0, 0, 0, 2, 2, 2, 2, 3])  # row 1 has no loss position
+    kept = hardest(decoder, teacher + 0.05 * moved * noise, teacher, rows, 2)
+    assert kept.tolist() == [1, 3, 5, 7, 8]
+
+
+def test_scoring_the_hardest_positions_alone_is_a_mean_over_them() -> None:
+    """With as many positions as there are nothing changes; with fewer the mean is over those, and slots still learn."""
+    decoder = small_decoder(torch.float64)
+    adaptor = Adaptor.copied(decoder, AdaptorInfo("tiny", ())).requires_grad_(True)
+    tokens = random_tokens(40, ByteTokenizer.VOCAB, seed=6, batch=2)
+    scored = torch.ones(2, 39, dtype=torch.bool)
+    shape = MemoryShape(2, 8, 4)
+    every, _ = Trainee(adaptor, Passes(decoder), 1.0)(tokens, scored, shape, 78.0)
+    same, _ = Trainee(adaptor, Passes(decoder), 1.0, 39)(tokens, scored, shape, 78.0)
+    torch.testing.assert_close(same, every, rtol=1e-12, atol=0)
+    loss, found = Trainee(adaptor, Passes(decoder), 1.0, 10)(tokens, scored, shape, 20.0)
+    assert found.count == 20 and loss.item() > every.item()
+    loss.backward()
+    assert adaptor.kv.grad is not None and bool(adaptor.kv.grad.abs().sum() > 0)
 
 
 def test_the_dense_training_pass_equals_streaming_inference(sources: tuple[data.Texts, data.Answers], tmp_path: Path) -> None:
