@@ -21,7 +21,7 @@ from masw.memory import Memory
 from masw.methods import HYBRID, METHODS, MemoryOptions, method_named
 from masw.prefill import Progress, Reader
 from masw.recorder import Recorder
-from masw.verify import Sampling
+from masw.verify import Sampling, Verdict
 from tests.helpers import (
     CPU,
     OPTIONS,
@@ -560,6 +560,44 @@ def test_adaptive_gamma_is_lossless(method: str) -> None:
     assert result.tokens == TEXT
     gammas = [e.data["gamma"] for e in result.recorder.trace.of("verify")]
     assert gammas[0] == 8 and max(gammas) <= 8
+
+
+# ---- rejected drafts leave no trace
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("method", METHODS)
+def test_after_any_verdicts_memories_are_those_that_read_the_text(
+    method: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of random length of which a random part is kept, whatever was right: after each round both memories are fresh ones."""
+    random = Random(seed)
+
+    def any_verdict(logits: Tensor, proposal: Proposal, *_: Any) -> tuple[Verdict, list[float]]:
+        drafted = len(proposal.tokens)
+        return Verdict(random.randint(0, drafted), random.randrange(61), drafted), [0.5] * drafted
+
+    class AnyGamma(Scripted):
+        def choose(self, room: int) -> int:
+            return min(random.choice([0, 1, 1, 2, 3, 5, 8]), room)
+
+    monkeypatch.setattr("masw.engine.judge", any_verdict)
+    monkeypatch.setattr("masw.engine.Adaptive", AnyGamma)
+    target, drafter, kept = Target(TARGET, 200), drafter_for(method, NOISY), list(PROMPT)
+    settings = Settings(60, 8, adaptive=True, chunk=random.randint(3, 40))
+    for item in generate(target, drafter, PROMPT, settings, Recorder({}, CPU)):
+        if isinstance(item, Progress):
+            continue
+        kept += item.tokens
+        assert target.memory.tokens()[0].tolist() == kept[:-1]
+        if drafter.memory is not None:
+            assert held(drafter) == kept[: len(held(drafter))]
+            same_as_fresh(drafter)
+    fresh = memory_for(TARGET, MemoryShape())
+    TARGET.forward(target.memory.tokens(), fresh)
+    for mine, theirs in zip(target.memory.snapshot(), fresh.snapshot(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+    assert len(kept) == len(PROMPT) + 60
 
 
 # ---- the table of methods

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 from masw.config import MemoryShape
 from masw.engine import Settings, Target
 from masw.errors import UsageError
-from masw.methods import MemoryOptions
+from masw.methods import METHODS, MemoryOptions
 from masw.verify import Sampling, Verdict, accept, accept_greedy, accept_probability, distribution, draw, likeliest, residual
 from tests.helpers import drafter_for, noisy, reference_logits, run, tiny_config, tiny_decoder
 
@@ -322,25 +323,36 @@ class Streak:
         self.next = accepted + 1 if drafted == 0 or accepted else 0
 
 
+# The prompt's end recurs, so that there is something to copy; half of it leaves the window, so that entries are selected.
+TABLE = [(name, Sampling(temperature=1.3, top_k=6, top_p=0.97), {}, [1, 4, 2, 5, 1, 4, 2], 2, 800) for name in METHODS]
+VARIANTS: list[tuple[str, Sampling, dict[str, Any]]] = [
+    ("full", Sampling(temperature=1.0), {}),
+    ("full", Sampling(temperature=0.8, top_k=4), {}),
+    ("full", Sampling(temperature=1.1, top_p=0.8), {}),
+    ("eagle", Sampling(temperature=0.9, top_k=5, top_p=0.95), {}),
+    ("snapkv", Sampling(temperature=2.0), {}),
+    ("full", Sampling(temperature=1.0), {"adaptive": True}),
+    ("full", Sampling(temperature=1.0), {"least": 0.4}),
+]
+
+
 @pytest.mark.parametrize(
-    ("method", "sampling", "more"),
-    [
-        ("full", Sampling(temperature=1.0), {}),
-        ("full", Sampling(temperature=0.8, top_k=4), {}),
-        ("full", Sampling(temperature=1.1, top_p=0.8), {}),
-        ("eagle", Sampling(temperature=0.9, top_k=5, top_p=0.95), {}),
-        ("snapkv", Sampling(temperature=2.0), {}),
-        ("full", Sampling(temperature=1.0), {"adaptive": True}),
-        ("full", Sampling(temperature=1.0), {"least": 0.4}),
-    ],
+    ("method", "sampling", "more", "prompt", "window", "runs"),
+    [*TABLE, *((*row, [1, 4, 2], 1, 2000) for row in VARIANTS)],
     ids=str,
 )
 def test_chi_square_of_the_whole_loop(
-    method: str, sampling: Sampling, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    method: str,
+    sampling: Sampling,
+    more: dict[str, Any],
+    prompt: list[int],
+    window: int,
+    runs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Drafting, verifying and drawing with tiny models, seed after seed: the counts are those of the target alone."""
+    """Drafting, verifying and drawing with tiny models, seed after seed: the counts are those of the target alone. Every row of METHODS."""
     monkeypatch.setattr("masw.engine.Adaptive", Streak)
-    vocab, prompt, runs = 7, [1, 4, 2], 2000
+    vocab, options = 7, MemoryOptions(0, window, 1)
     decoder = tiny_decoder(tiny_config(vocab=vocab, layers=1), seed=2)
     draft = noisy(decoder, 0.3)
     first = distribution(reference_logits(decoder, torch.tensor([prompt]), MemoryShape())[0, -1], sampling)
@@ -349,15 +361,23 @@ def test_chi_square_of_the_whole_loop(
         second = distribution(reference_logits(decoder, torch.tensor([[*prompt, x]]), MemoryShape())[0, -1], sampling)
         expected.update({(x, y): float(first[x] * second[y]) * runs for y in range(vocab)})
 
-    target, counts, accepted, drafted = Target(decoder, 16), Counter[Sequence[int]](), 0, 0
+    target, counts, accepted, drafted, copied = Target(decoder, 16), Counter[Sequence[int]](), 0, 0, 0
     for seed in range(runs):
         one = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed=97 * seed)
-        drafter = drafter_for(method, draft, sampling=one, options=MemoryOptions(0, 1, 1), tokens=16)
+        drafter = drafter_for(method, draft, sampling=one, options=options, tokens=16)
         result = run(target, drafter, prompt, Settings(3, gamma=2, sampling=one, **more))
         counts[tuple(result.tokens[:2])] += 1
         accepted += sum(r.accepted for r in result.rounds)
         drafted += sum(len(r.drafted) for r in result.rounds)
-    assert 0.2 < accepted / drafted < 0.9  # both branches of the rule are at work
+        copied += sum(event.data["read"] == 0 for event in result.recorder.trace.of("draft"))
+    row = METHODS[method]
+    if not row.drafts:
+        assert drafted == 0
+    else:
+        assert (0.1 if row.copies else 0.2) < accepted / drafted < 0.9  # both branches of the rule are at work
+        assert (copied > 0) == row.copies and (copied < drafted) == (row.shape is not None)
+    if row.shape is not None and (shape := row.shape(options)).budget is not None and window > 1:
+        assert replace(shape, prompt=len(prompt) - 1).selected > 0
     assert all(expected[pair] > 0 for pair in counts)
     common = [pair for pair, mean in expected.items() if mean >= 5]
     rest = sum(expected.values()) - sum(expected[pair] for pair in common)
