@@ -4,7 +4,7 @@ The things that are compared take turns, step by step, so that whatever else the
 the paired ratios and stands beside its quartiles. The floor is what the same work costs at the read bandwidth and product rate
 measured in this run: bytes / bandwidth for a step, the larger of that and FLOPs / rate for a block.
 
-    python scripts/bench_core.py [--parts step,verify] [--document REPORT.txt|ROWS.jsonl[:ROW]] [--quick] [--json]
+    python scripts/bench_core.py [--only decode,verify] [--document REPORT.txt|ROWS.jsonl[:ROW]] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import operator
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,14 +35,17 @@ from masw.metrics import Summary
 from masw.prefill import CHUNK
 from masw.prompts import build
 from masw.provenance import provenance
+from masw.quantise import quantised
 from masw.session import RunOptions, Session
 from masw.zoo import Model, Pair, load_pair
 
+K = TypeVar("K")
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
-PROMPT_TOKENS, LONG_TOKENS, VERIFIED = 4096, 8192, 8
+PROMPT_TOKENS, LONG_TOKENS, DRAFT_TOKENS = 4096, 8192, 2048
+GAMMAS = (5, 7)  # blocks whose verify pass is timed
 MASW = MemoryShape(sinks=4, window=512, stride=8)
 GUIDE = Path(__file__).parent.parent / "data" / "samples" / "guide.md"
-PARTS = ("step", "prefill", "verify", "speculate", "overhead", "bytes", "peak")
+PARTS = ("step", "decode", "prefill", "verify", "int4", "speculate", "overhead", "bytes", "peak")
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,10 @@ class Row:
 
 
 class Bench:
-    """Loads each pair once; one method a part."""
+    """Loads each pair once; one method a part. Most parts are about one pair, `name`."""
 
-    def __init__(self, document: str, quick: bool) -> None:
-        self.document, self.quick = document, quick
+    def __init__(self, document: str, quick: bool, name: str = "qwen2.5-coder") -> None:
+        self.document, self.quick, self.name = document, quick, name
         self.machine = cost.Rates(hardware.measure_bandwidth(CPU, DTYPE), hardware.measure_gemm(CPU, DTYPE))
         self._pairs: dict[str, Pair] = {}
 
@@ -86,7 +89,7 @@ class Bench:
 
     def step(self) -> Iterator[Row]:
         """A decode step after 4K tokens against transformers' forward with its dynamic cache, on the same weights."""
-        for model, goal in ((self.pair("smollm2").target, "<= 0.6"), (self.pair("qwen2.5-coder").draft, "<= 1.0")):
+        for model, goal in ((self.pair("smollm2").target, "<= 0.6"), (self.pair(self.name).draft, "<= 1.0")):
             tokens = self._tokens(model, PROMPT_TOKENS)
             ours = {"ours": self._stepper(model.decoder, self._filled(model, tokens), 1)}
             others = {f"transformers {kind}": peers.stepper(model, tokens, kind, CHUNK) for kind in ("sdpa", "eager")}
@@ -97,7 +100,7 @@ class Bench:
 
     def prefill(self) -> Iterator[Row]:
         """4K tokens in chunks against the bare matrix products of the same chunks."""
-        models = [self.pair("smollm2").target, self.pair("qwen2.5-coder").draft, self.pair("qwen2.5-coder").target]
+        models = [self.pair("smollm2").target, self.pair(self.name).draft, self.pair(self.name).target]
         for model in models[: 1 if self.quick else 3]:
             tokens = self._tokens(model, PROMPT_TOKENS)
             work: dict[str, Callable[[], object]] = {
@@ -111,30 +114,51 @@ class Bench:
                 "prefill", f"{model.name}: 4K prefill / its linear layers", times["prefill"], times["products"], "", floor
             )
 
+    def decode(self) -> Iterator[Row]:
+        """A decode step of both models after 4K tokens against its own floor, bytes / bandwidth."""
+        models = {model.name: model for model in (self.pair(self.name).draft, self.pair(self.name).target)}
+        work = {n: self._stepper(m.decoder, self._noise(m, PROMPT_TOKENS), 1) for n, m in models.items()}
+        times = alternate(work, self._count(24))
+        for name, model in models.items():
+            floor = cost.pass_ms(model.config, MemoryShape(), PROMPT_TOKENS, DTYPE.itemsize, self.machine)
+            yield _paired(
+                "decode", f"{name}: decode step at 4K / floor", times[name], [floor] * len(times[name]), "<= 1.8", floor
+            )
+
     def verify(self) -> Iterator[Row]:
-        """A verify pass of 8 tokens against a decode step, both after 4K tokens."""
-        model = self.pair("qwen2.5-coder").target
-        memory = self._filled(model, self._tokens(model, PROMPT_TOKENS))
-        work = {n: self._stepper(model.decoder, memory, rows) for n, rows in (("block", VERIFIED), ("step", 1))}
+        """Verify passes of gamma + 1 tokens against a decode step, all after 4K tokens."""
+        model = self.pair(self.name).target
+        memory = self._noise(model, PROMPT_TOKENS)
+        work = {rows: self._stepper(model.decoder, memory, rows) for rows in (*(gamma + 1 for gamma in GAMMAS), 1)}
         times = alternate(work, self._count(16))
-        what = f"{model.name}: verify {VERIFIED} tokens / decode step"
-        floor = cost.pass_ms(model.config, MemoryShape(), PROMPT_TOKENS, DTYPE.itemsize, self.machine, rows=VERIFIED)
-        yield _paired("verify", what, times["block"], times["step"], "<= 1.5", floor)
+        for gamma in GAMMAS:
+            floor = cost.pass_ms(model.config, MemoryShape(), PROMPT_TOKENS, DTYPE.itemsize, self.machine, rows=gamma + 1)
+            what = f"{model.name}: verify {gamma + 1} tokens / decode step"
+            yield _paired("verify", what, times[gamma + 1], times[1], "<= 1.5", floor)
+
+    def int4(self) -> Iterator[Row]:
+        """A draft step after 2K tokens with int4 weights against the same step in bf16."""
+        model = self.pair(self.name).draft
+        decoders = {"int4": quantised(model.decoder, "int4"), "bf16": model.decoder}
+        work = {kind: self._stepper(decoder, self._noise(model, DRAFT_TOKENS), 1) for kind, decoder in decoders.items()}
+        times = alternate(work, self._count(24))
+        floor = cost.pass_ms(model.config, MemoryShape(), DRAFT_TOKENS, DTYPE.itemsize, self.machine, kind="int4")
+        yield _paired("int4", f"{model.name}: int4 draft step at 2K / bf16", times["int4"], times["bf16"], "<= 0.5", floor)
 
     def speculate(self) -> Iterator[Row]:
         """The whole loop with the full-KV draft against the same loop with no draft, on one document."""
-        session = Session(self.pair("qwen2.5-coder"))
+        session = Session(self.pair(self.name))
         new = 48 if self.quick else 128
         pairs = [(self._decode(session, "full", new), self._decode(session, "none", new)) for _ in range(self._count(4))]
         rates = [(_rate(a), _rate(b)) for a, b in pairs]
         iteration = median(float(a.tokens_per_iteration or 0) for a, _ in pairs)
         kind, _ = session.draft_decoder("auto")
-        what = f"qwen2.5-coder: full-KV {kind} draft, gamma 5 / autoregressive ({iteration:.2f} tokens an iteration)"
+        what = f"{self.name}: full-KV {kind} draft, gamma 5 / autoregressive ({iteration:.2f} tokens an iteration)"
         yield _row("speculate", what, [a for a, _ in rates], [b for _, b in rates], "tok/s", ">= 1.6", None)
 
     def overhead(self) -> Iterator[Row]:
         """Time of a round outside the two models' forwards, as a share of the round."""
-        pair = self.pair("qwen2.5-coder")
+        pair = self.pair(self.name)
         session = Session(pair)
         settings = Settings(max_new_tokens=24 if self.quick else 48)
         for method in ("none", "full", "masw"):
@@ -148,12 +172,12 @@ class Bench:
             rounds = [event.ms for event in run.trace.of("emit")]
             outside = [whole - inside for whole, inside in zip(rounds, forwards, strict=True)]
             yield _row(
-                "overhead", f"qwen2.5-coder, {method}: outside the forwards / a round", outside, rounds, "ms", "<= 0.05", None
+                "overhead", f"{self.name}, {method}: outside the forwards / a round", outside, rounds, "ms", "<= 0.05", None
             )
 
     def bytes(self) -> Iterator[Row]:
         """Draft KV allocated for 8K tokens, against a full draft KV and against the formula."""
-        model = self.pair("qwen2.5-coder").draft
+        model = self.pair(self.name).draft
         shape = MASW
         adaptor = Adaptor.copied(model.decoder, AdaptorInfo(model.name, ()))
         memory = Memory(model.config, shape, tokens=LONG_TOKENS, device=CPU, dtype=DTYPE, adaptor=adaptor)
@@ -165,18 +189,26 @@ class Bench:
 
     def peak(self) -> Iterator[Row]:
         """High-water mark of a fresh process that loads the pair, reads 8K tokens with both and decodes a little."""
-        command = [sys.executable, __file__, "--peak-of", "qwen2.5-coder"]
+        command = [sys.executable, __file__, "--peak-of", self.name]
         done = subprocess.run(command, input=self.document, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"the peak memory process failed: {done.stderr.strip().splitlines()[-1:]}")
         peak = float(done.stdout.split()[-1])
-        pair = self.pair("qwen2.5-coder")
+        pair = self.pair(self.name)
         kind, baseline = Session(pair).draft_kind("auto"), int(done.stdout.split()[-2])
         predicted = cost.run_bytes(
             pair.target.config, pair.draft.config, MASW, LONG_TOKENS, DTYPE.itemsize, shared=False, kind=kind, baseline=baseline
         )
         yield Row(
-            "peak", "qwen2.5-coder at 8K: peak memory / 7 GB", peak / 1e6, 7e3, "MB", peak / 7e9, None, "<= 1.0", predicted / 1e6
+            "peak",
+            f"{self.name} at 8K: peak memory / 7 GB (floor: predicted)",
+            peak / 1e6,
+            7e3,
+            "MB",
+            peak / 7e9,
+            None,
+            "<= 1.0",
+            predicted / 1e6,
         )
 
     # ---- inside
@@ -200,6 +232,12 @@ class Bench:
             memory.commit()
         return memory
 
+    def _noise(self, model: Model, tokens: int) -> Memory:
+        """A full memory of `tokens` tokens of noise: a step takes as long on it as on text."""
+        memory = Memory(model.config, MemoryShape(), tokens=tokens + 512, device=CPU, dtype=DTYPE)
+        memory.fill(tokens)
+        return memory
+
     def _stepper(self, decoder: Decoder, memory: Memory, rows: int) -> Callable[[], object]:
         """Reads `rows` tokens and computes the logits of each; the memory then stands where it stood."""
         tokens = memory.tokens()[:, :rows].clone()
@@ -221,9 +259,9 @@ class Bench:
         return run.summary()
 
 
-def alternate(work: dict[str, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[str, list[float]]:
+def alternate(work: dict[K, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[K, list[float]]:
     """Times (ms) of each piece of `work`, taken in turns; every second round goes the other way about."""
-    times: dict[str, list[float]] = {name: [] for name in work}
+    times: dict[K, list[float]] = {name: [] for name in work}
     for index in range(repeats + warm_up):
         for name in list(work) if index % 2 else reversed(list(work)):
             start = time.perf_counter()
@@ -322,28 +360,31 @@ def peak_of(pair_name: str) -> None:
     print(baseline, hardware.peak_rss_bytes())
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Speed and memory of the core as ratios from one run.")
-    parser.add_argument("--parts", "--pair-parts", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--only", "--parts", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--pair", default="qwen2.5-coder", help="pair of the parts that are about one (goals are those of the default)"
+    )
     parser.add_argument("--document", default=str(GUIDE), help="text file, or FILE.jsonl[:ROW] with a text field")
     parser.add_argument("--threads", type=int, default=0, help="torch threads (default: as torch chooses)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the repeats: a look, not a measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--peak-of", metavar="PAIR", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.peak_of:
         peak_of(options.peak_of)
         return 0
-    parts = options.parts.split(",")
+    parts = options.only.split(",")
     if unknown := [p for p in parts if p not in PARTS]:
         parser.error(f"part '{unknown[0]}' is unknown; use one of {', '.join(PARTS)}")
     try:
         document = read_document(options.document)
     except (OSError, ValueError, KeyError, IndexError) as error:
         parser.error(f"cannot read the document {options.document}: {error}")
-    bench = Bench(document, options.quick)
+    bench = Bench(document, options.quick, options.pair)
     rows: list[Row] = []
     for part in parts:
         for row in getattr(bench, part)():
