@@ -6,9 +6,10 @@ answer prefix decides every round. Tokens per iteration follow from the agreemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class Variant:
     window: int | None  # as asked for: `window-equal` has a longer one, of as many entries as masw
     stride: int | None
     adaptor: Adaptor | None = None
+    weights: str = "plain"  # what the draft's steps read: plain | int8 | int4
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,13 @@ class Row:
     window: int | None
     stride: int | None
     method: str
+    weights: str  # what the draft's steps read: plain | int8 | int4
     n: int
     agreement: float
     tokens_per_iteration: dict[int, float]  # by gamma
     kl: float
-    retention: float | None  # tokens per iteration over that of `full`, at the first gamma
-    recovered_gap: float | None  # (this - window) / (full - window), at the first gamma; None where full is no better
+    retention: float | None  # tokens per iteration over that of `full` with plain weights, at the first gamma
+    recovered_gap: float | None  # (this - window) / (full - window), both plain, at the first gamma; None where full is no better
 
 
 def variants(
@@ -91,7 +94,7 @@ def predictions(decoder: Decoder, variant: Variant, prompt: Sequence[int], answe
     """Draft logits [len(answer), vocab] for each answer token, after the prompt and the answer before it.
 
     `vocab` is the width of the target's: as in the engine, logits are cut or padded to it, and ids that only the target has
-    read as the draft's last one.
+    read as the draft's last one. Packed weights serve a row or two: the answer is then read token by token, as the engine drafts.
     """
     sequence = torch.tensor([[*prompt, *answer[:-1]]], device=decoder.device).clamp_max(decoder.config.vocab - 1)
     total, read = sequence.shape[1], len(prompt) - 1
@@ -102,7 +105,11 @@ def predictions(decoder: Decoder, variant: Variant, prompt: Sequence[int], answe
     for start in range(0, read, CHUNK):
         decoder.forward(sequence[:, start : min(start + CHUNK, read)], memory)
         memory.commit()
-    return aligned(decoder.logits(decoder.forward(sequence[:, read:], memory)[0]), vocab)
+    logits = []
+    for part in sequence[:, read:].split(total if variant.weights == "plain" else 1, dim=1):
+        logits.append(decoder.logits(decoder.forward(part, memory)[0]))
+        memory.commit()
+    return aligned(torch.cat(logits), vocab)
 
 
 def tokens_per_iteration(agree: Sequence[bool], gamma: int) -> float:
@@ -137,7 +144,7 @@ class Known:
     """What measures of one draft on the same cases share: whatever does not depend on an adaptor."""
 
     beliefs: dict[Answered, Tensor] = field(default_factory=dict)  # of the full-KV draft: log-probabilities [answer, vocab]
-    outcomes: dict[tuple[Answered, MemoryShape], Outcome] = field(default_factory=dict)
+    outcomes: dict[tuple[Answered, MemoryShape, str], Outcome] = field(default_factory=dict)
 
 
 def judge(
@@ -148,10 +155,11 @@ def judge(
     tokenizer: AnyTokenizer,
     vocab: int,
     known: Known | None = None,
+    packed: Mapping[str, Decoder] = MappingProxyType({}),
 ) -> list[Outcome]:
     """Outcomes of all variants on one case; the first variant must be `full`, the reference of the KL. `vocab`: the target's.
 
-    What `known` holds of this case is not computed again.
+    What `known` holds of this case is not computed again. `packed`: the draft in the other weights that variants name.
     """
     known = known or Known()
     case_key = case, tuple(answer)
@@ -159,11 +167,11 @@ def judge(
     spots = planted_positions(tokenizer, answer, case.planted) if case.planted else []
     found = []
     for variant in choices:
-        key = case_key, variant.shape
+        key = case_key, variant.shape, variant.weights
         if variant.adaptor is None and key in known.outcomes:
             found.append(known.outcomes[key])
             continue
-        logits = predictions(decoder, variant, case.prompt, answer, vocab)
+        logits = predictions(packed.get(variant.weights, decoder), variant, case.prompt, answer, vocab)
         beliefs = logits[:, : decoder.config.vocab].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         reference = known.beliefs.setdefault(case_key, beliefs)
         kl = (reference.exp() * (reference - beliefs)).sum(-1).mean()
@@ -186,14 +194,18 @@ def run(
     answer_tokens: int,
     methods: Container[str] | None = None,
     known: Known | None = None,
+    weights: Sequence[str] = ("plain",),
 ) -> list[Row]:
     """The whole measure on `chosen` cases. `trained(r)` as in `variants`; a case that the target itself gets wrong is left out.
 
     `methods` leaves out all others but `full`, which the rest is compared with. `known` is kept from one measure to the next, where
-    only the adaptor differs.
+    only the adaptor differs. `weights`: each method also with these draft weights; plain ones, the reference, come first in any case.
+    Raises UsageError where they cannot be packed.
     """
     draft, target = session.pair.draft, session.pair.target
     untrained = Adaptor.copied(draft.decoder, AdaptorInfo(draft.name, ()))
+    kinds = list(dict.fromkeys(("plain", *weights)))
+    packed = {kind: session.draft_decoder(kind)[1] for kind in kinds[1:]}
     quiet, results = None, []
     for case in chosen:
         said = cases.answer(session, case, answer_tokens)
@@ -203,22 +215,26 @@ def run(
             quiet, _ = adaptor_for(draft.decoder, draft.name, strides[0], "quiet", case.prompt)
         choices = variants(windows, strides, case.context, untrained, trained, sinks, quiet)
         choices = [c for c in choices if c.method == "full" or methods is None or c.method in methods]
-        results.append((case, choices, judge(draft.decoder, choices, case, said, target.tokenizer, target.config.vocab, known)))
+        choices = [replace(choice, weights=kind) for kind in kinds for choice in choices]
+        outcomes = judge(draft.decoder, choices, case, said, target.tokenizer, target.config.vocab, known, packed)
+        results.append((case, choices, outcomes))
     return summarise(results, gammas)
 
 
 def summarise(results: Sequence[tuple[Case, Sequence[Variant], Sequence[Outcome]]], gammas: Sequence[int]) -> list[Row]:
     """Means by set, context and variant, then retention and recovered gap."""
-    cells: dict[tuple[str, int, str, int | None, int | None], list[Outcome]] = {}
+    cells: dict[tuple[str, int, str, int | None, int | None, str], list[Outcome]] = {}
     for case, choices, outcomes in results:
         for variant, outcome in zip(choices, outcomes, strict=True):
-            cells.setdefault((case.set, case.context, variant.method, variant.window, variant.stride), []).append(outcome)
+            key = (case.set, case.context, variant.method, variant.window, variant.stride, variant.weights)
+            cells.setdefault(key, []).append(outcome)
     speed = {key: {g: fmean(tokens_per_iteration(o.agree, g) for o in found) for g in gammas} for key, found in cells.items()}
     table = []
-    for (name, context, method, window, stride), found in cells.items():
-        mine = speed[name, context, method, window, stride][gammas[0]]
-        full = speed[name, context, "full", None, None][gammas[0]]
-        base = speed.get((name, context, "window", window, None), {}).get(gammas[0])
+    for key, found in cells.items():
+        name, context, method, window, stride, weights = key
+        mine = speed[key][gammas[0]]
+        full = speed[name, context, "full", None, None, "plain"][gammas[0]]
+        base = speed.get((name, context, "window", window, None, "plain"), {}).get(gammas[0])
         table.append(
             Row(
                 name,
@@ -226,9 +242,10 @@ def summarise(results: Sequence[tuple[Case, Sequence[Variant], Sequence[Outcome]
                 window,
                 stride,
                 method,
+                weights,
                 len(found),
                 fmean(o.agreement for o in found),
-                speed[name, context, method, window, stride],
+                speed[key],
                 fmean(o.kl for o in found),
                 mine / full,
                 (mine - base) / (full - base) if base is not None and full > base and stride is not None else None,

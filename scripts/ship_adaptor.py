@@ -76,7 +76,9 @@ def measured(path: Path, name: str) -> dict[str, Any]:
         raise UsageError(f"{path} measures {', '.join(sorted(map(str, files)))}, not {name}; run eval-adaptor with --adaptor")
     table: dict[str, Any] = {}
     for context in sorted({row["context"] for row in rows}):
-        here = [row for row in rows if row["context"] == context and row["set"] != "recall"]
+        here = [
+            row for row in rows if row["context"] == context and row["set"] != "recall" and row.get("weights", "plain") == "plain"
+        ]
         methods = {row["method"] for row in here}
         speeds = {m: [next(iter(r["tokens_per_iteration"].values())) for r in here if r["method"] == m] for m in sorted(methods)}
         gaps = [r["recovered_gap"] for r in here if r["method"] == "masw" and r["recovered_gap"] is not None]

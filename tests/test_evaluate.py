@@ -21,7 +21,7 @@ from masw.evaluate import Outcome, Variant, tokens_per_iteration
 from masw.methods import MemoryOptions
 from masw.session import RunOptions, Session
 from masw.tokenizer import ByteTokenizer
-from masw.zoo import Model, Pair
+from masw.zoo import Model, Pair, load_pair
 from tests.helpers import noisy, tiny_config, tiny_decoder, trained_adaptor, with_vocab
 
 TOKENIZER = ByteTokenizer()
@@ -278,3 +278,37 @@ def test_numbers_are_finite(tmp_path: Path) -> None:
     table = evaluate.run(pair, chosen, [16], [4], [5, 8], lambda r: None, sinks=4, answer_tokens=16)
     assert [r.method for r in table] == ["full", "window", "window-equal", "masw-untrained", "snapkv", "hybrid"]
     assert all(r.n == 2 and math.isfinite(r.kl) and 1 <= r.tokens_per_iteration[5] <= 6 for r in table)
+
+
+# ---- packed draft weights
+
+
+def test_packed_weights_are_measured_as_the_engine_drafts_with_them() -> None:
+    """The same documents with each kind of weights, in one call; counting agreements gives what a run of its own gives."""
+    pair = Session(load_pair("tiny", torch.device("cpu"), torch.bfloat16))
+    prompts = [TOKENIZER.encode(f"{index}. " + WORDS * 2) for index in range(2)]
+    chosen = [cases.Case("set", str(i), len(prompt), tuple(prompt)) for i, prompt in enumerate(prompts)]
+    chosen = [replace(case, context=180) for case in chosen]
+    wanted = ("full", "window")
+    table = evaluate.run(
+        pair, chosen, [16], [4], [5], lambda r: None, sinks=4, answer_tokens=24, methods=wanted, weights=["int8", "int4"]
+    )
+    rows = {(row.method, row.weights): row for row in table}
+    assert set(rows) == {(method, kind) for method in wanted for kind in ("plain", "int8", "int4")}
+    for (method, kind), row in rows.items():
+        found = []
+        for prompt in prompts:
+            job = pair.run(prompt, RunOptions(method, MemoryOptions(4, 16, 4), Settings(24, 5), "none", kind))
+            list(job)
+            found.append(job.summary().tokens_per_iteration or 0)
+        assert row.n == 2 and row.tokens_per_iteration[5] == pytest.approx(sum(found) / 2), (method, kind)
+        full = rows["full", "plain"].tokens_per_iteration[5]
+        assert row.retention == pytest.approx(row.tokens_per_iteration[5] / full)
+    assert rows["full", "plain"].kl == 0 < rows["full", "int8"].kl < rows["full", "int4"].kl
+
+
+def test_packed_weights_where_there_is_no_kernel_for_them() -> None:
+    pair = session()
+    chosen = [cases.Case("set", "1", 40, tuple(range(40)))]
+    with pytest.raises(UsageError, match="int4 need a bf16 model"):
+        evaluate.run(pair, chosen, [16], [4], [5], lambda r: None, sinks=4, answer_tokens=8, weights=["int4"])

@@ -36,6 +36,9 @@ def eval_adaptor(
     adaptor: Annotated[
         str, typer.Option(help="auto | PATH | none (untrained only) | quiet (untrained, made quiet on the first prompt).")
     ] = "auto",
+    draft_weights: Annotated[
+        str, typer.Option(help="plain | int8 | int4, or several: each method once more with each, beside plain.")
+    ] = "plain",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto | bf16 | fp32.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, last on standard output.")] = False,
@@ -50,6 +53,7 @@ def eval_adaptor(
     from masw.config import MemoryShape
     from masw.devices import resolve_device, resolve_dtype
     from masw.provenance import provenance
+    from masw.quantise import KINDS
     from masw.session import Session, adaptor_for
     from masw.zoo import load_pair
 
@@ -61,6 +65,9 @@ def eval_adaptor(
                 MemoryShape(sinks, window, stride).check_block(gamma)
     if docs < 1 or answer_tokens < 2:
         raise UsageError(f"--docs must be at least 1 and --answer-tokens at least 2, not {docs} and {answer_tokens}")
+    kinds = [kind.strip() for kind in draft_weights.split(",")]
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise UsageError(f"draft weights '{unknown[0]}' are unknown; use some of {', '.join(KINDS)}")
     if adaptor not in ("auto", "none", "quiet"):
         read_info(Path(adaptor))
     data = list(dict.fromkeys(data))
@@ -89,6 +96,7 @@ def eval_adaptor(
             lambda r: trained[r][0] if trained[r][1] or adaptor == "quiet" else None,
             sinks=sinks,
             answer_tokens=answer_tokens,
+            weights=kinds,
         )
     except KeyboardInterrupt:
         raise Cancelled("interrupted; the target's answers so far are kept, the same command goes on from them") from None
@@ -126,6 +134,7 @@ def _table(table: list[Row], gammas: list[int]) -> str:
         "W",
         "r",
         "method",
+        "weights",
         "n",
         "agree",
         *(f"tok/iter g{g}" for g in gammas),
@@ -140,7 +149,7 @@ def _table(table: list[Row], gammas: list[int]) -> str:
     lines = [heads]
     for row in table:
         speeds = [cell(row.tokens_per_iteration[g]) for g in gammas]
-        start = [row.set, cell(row.context), cell(row.window), cell(row.stride), row.method, cell(row.n), cell(row.agreement, 3)]
+        start = [row.set, cell(row.context), cell(row.window), cell(row.stride), row.method, row.weights]
         rest = [cell(row.kl), cell(row.retention), cell(row.recovered_gap)]
-        lines.append([*start, *speeds, *rest])
+        lines.append([*start, cell(row.n), cell(row.agreement, 3), *speeds, *rest])
     return columns(lines)
