@@ -14,7 +14,7 @@ from masw.attention import FEW_ROWS, OwnAttention, TiledMask, additive_mask, til
 from masw.config import MemoryShape
 from masw.errors import UsageError
 from masw.flex import FlexMask
-from masw.memory import Block, block_of
+from masw.memory import Block, block_of, layout_of, on_device
 from masw.policies import expiry, materialise, visible
 
 ATTENTIONS = ("auto", "tiled", "mask", "flex")
@@ -49,12 +49,14 @@ class DenseMemory:
         rows = materialise(0, tokens.shape[1], self.shape.stride if self.adaptor is not None else None)
         # Slot rows come last: the order of rows means nothing to the forward, and the keys that a tile of rows sees are then
         # three ranges (sinks, window, slots).
-        times = torch.tensor([*range(1, 2 * rows.count, 2), *(2 * tau for tau in rows.boundaries)], device=tokens.device)
+        stamps = [*range(1, 2 * rows.count, 2), *(2 * tau for tau in rows.boundaries)]
+        times = on_device(stamps, tokens.device)
         if self._mask is None or self._mask[0] != rows.count:
             self._mask = rows.count, self._masked(times)
         adaptor = None if self.adaptor is None else self.adaptor.unbound(self._dtype)
         mask = self._mask[1]
-        return block_of(tokens, rows, times, mask, mask is None, adaptor, tokens)  # type: ignore[arg-type]
+        layout = layout_of(stamps, tokens.device) if rows.boundaries else None
+        return block_of(tokens, rows, times, mask, mask is None, adaptor, tokens, layout)  # type: ignore[arg-type]
 
     def _masked(self, times: Tensor) -> Tensor | TiledMask | OwnAttention | None:
         """The mask of rows with these stamps; None for plain causal attention."""

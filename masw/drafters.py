@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from masw.decoder import Decoder
-from masw.memory import Memory
+from masw.memory import Memory, on_device
 from masw.prefill import Reader
 from masw.recorder import Recorder
 from masw.verify import Sampling, distribution, draw, likeliest
@@ -92,6 +92,9 @@ class ModelDraft:
     """An independent draft model; what it remembers is its memory's business."""
 
     observer: Observer | None = None
+    deferred: bool | None = None
+    """Whether greedy tokens stay on the device and are read back once a block, so that the host never waits inside it. None: on CUDA.
+    A block that may end early needs each token's probability, and waits."""
 
     def __init__(self, decoder: Decoder, memory: Memory, sampling: Sampling, random: Random, vocab: int) -> None:
         """`vocab` is the width of the target's distribution; the draft's logits are cut or padded to it."""
@@ -109,13 +112,14 @@ class ModelDraft:
         confidence: list[float] = []
         rows: list[Tensor] = []
         # One token as a rule; two after a fully accepted block, whose last token the draft has not read yet.
-        unread = list(sequence[self.memory.length :])
+        unread = self._on_device(sequence[self.memory.length :])
+        on_cuda = self._decoder.device.type == "cuda"
+        if self._sampling.greedy and least <= 0 and (on_cuda if self.deferred is None else self.deferred):
+            return self._propose_deferred(unread, len(sequence), gamma, recorder, stop)
         hope = 1.0  # the draft's own probability that the whole block so far is right
         while len(tokens) < gamma and hope >= least and not stop():
             with recorder.span() as span:
-                logits = self._step(unread)
-                if not tokens:
-                    self.memory.commit()  # what was unread is accepted text
+                logits = self._step(unread, first=not tokens)
                 if self._sampling.greedy:
                     token = int(likeliest(logits))
                     belief = float(logits.softmax(0, dtype=torch.float32)[token])
@@ -125,25 +129,52 @@ class ModelDraft:
                     belief = float(q[token])
                     rows.append(q)
             position = len(sequence) + len(tokens)
-            read = len(unread)
+            read = unread.shape[1]
             recorder.add(
                 "draft", "draft", position, 1, ms=span.ms, nbytes=self.memory.live_nbytes, token=token, q=belief, read=read
             )
             tokens.append(token)
             confidence.append(belief)
             hope *= belief
-            unread = [token]
+            unread = self._on_device([token])
         return Proposal(tokens, torch.stack(rows) if rows else None, tuple(confidence))
 
     def settle(self, length: int) -> None:
         self.memory.rollback(max(0, self.memory.length - length))
         self.memory.commit()
 
-    def _step(self, unread: list[int]) -> Tensor:
-        """Next-token logits [V] after reading `unread`."""
+    def _propose_deferred(
+        self, unread: Tensor, position: int, gamma: int, recorder: Recorder, stop: Callable[[], bool]
+    ) -> Proposal:
+        """The greedy block whose tokens are read back at its end; each event has its share of the block's time."""
+        chosen: list[Tensor] = []
+        beliefs: list[Tensor] = []
+        read, held = [], []
+        with recorder.span() as span:
+            while len(chosen) < gamma and not stop():
+                logits = self._step(unread, first=not chosen)
+                read.append(unread.shape[1])
+                held.append(self.memory.live_nbytes)
+                unread = likeliest(logits).view(1, 1)
+                chosen.append(unread[0])
+                beliefs.append(logits.softmax(0, dtype=torch.float32).gather(0, unread[0]))
+            tokens: list[int] = torch.cat(chosen).tolist() if chosen else []
+            confidence: list[float] = torch.cat(beliefs).tolist() if beliefs else []
+        for index, (token, q) in enumerate(zip(tokens, confidence, strict=True)):
+            ms = span.ms / len(tokens)
+            recorder.add("draft", "draft", position + index, 1, ms=ms, nbytes=held[index], token=token, q=q, read=read[index])
+        return Proposal(tokens, None, tuple(confidence))
+
+    def _on_device(self, tokens: Sequence[int]) -> Tensor:
+        """[1, len(tokens)]"""
+        return on_device(tokens, self._decoder.device)[None]
+
+    def _step(self, unread: Tensor, *, first: bool) -> Tensor:
+        """Next-token logits [V] after reading `unread` [1, T], which is accepted text if it comes `first` in a block."""
         # A target padded further than the draft may emit ids that the draft has no row for; any row does, its guess is checked.
-        known = [min(token, self._decoder.config.vocab - 1) for token in unread]
-        hidden = self._read(torch.tensor([known], device=self._decoder.device))
+        hidden = self._read(unread.clamp_max(self._decoder.config.vocab - 1))
+        if first:
+            self.memory.commit()
         return aligned(self._decoder.logits(hidden[:, -1])[0], self._vocab)
 
     def _read(self, tokens: Tensor) -> Tensor:

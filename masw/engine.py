@@ -169,7 +169,7 @@ def judge(logits: Tensor, proposal: Proposal, sampling: Sampling, random: Random
         q = torch.zeros_like(probabilities[:gamma])
         q[range(gamma), proposal.tokens] = 1.0
     verdict = accept(probabilities, q, proposal.tokens, [random.random() for _ in range(gamma + 1)])
-    return verdict, [float(probabilities[i, token]) for i, token in enumerate(proposal.tokens)]
+    return verdict, probabilities[range(gamma), proposal.tokens].tolist() if gamma else []
 
 
 def _last_role(verdict: Verdict) -> str:

@@ -19,7 +19,7 @@ the rest final.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -60,6 +60,15 @@ class Block:
     slots: SlotRows | None
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where raw tokens and slots stand among the rows of a block."""
+
+    raw: Tensor  # [T] rows of the raw tokens
+    slots: Tensor  # [n] rows of the slots
+    order: Tensor  # [N] gathers the block from (raw rows, then slot rows)
+
+
 @dataclass
 class _Pending:
     """A block between begin and end."""
@@ -71,6 +80,22 @@ class _Pending:
     live: int  # entries of storage in use after the block
 
 
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Host integers as a tensor; the host does not wait for the device."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.long, device=device)
+    return torch.tensor(values, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)
+
+
+def layout_of(stamps: Sequence[int], device: torch.device) -> Layout:
+    """The layout of rows with these stamps."""
+    raw, slots = ([row for row, time in enumerate(stamps) if time % 2 == kind] for kind in (1, 0))
+    order = [0] * len(stamps)
+    for place, row in enumerate([*raw, *slots]):
+        order[row] = place
+    return Layout(*(on_device(rows, device) for rows in (raw, slots, order)))
+
+
 def block_of(
     tokens: Tensor,
     rows: Rows,
@@ -79,19 +104,22 @@ def block_of(
     causal: bool,
     adaptor: Adaptor | SlotWeights | None,
     history: Tensor,
+    layout: Layout | None,
 ) -> Block:
-    """Builds a Block. `history` [B, t] holds all raw tokens up to and including the block's (slots read theirs from it)."""
+    """Builds a Block. `history` [B, t] holds all raw tokens up to and including the block's (slots read theirs from it); `layout`
+    is that of `times`, None where no slot is born. Nothing here makes the host wait."""
     if not rows.boundaries or adaptor is None:
         return Block(tokens, position(times), mask, causal, None, None)
-    device = tokens.device
-    is_slot = times % 2 == 0
-    raw_rows, slot_rows = (~is_slot).nonzero().flatten(), is_slot.nonzero().flatten()
-    order = torch.empty_like(times)
-    order[raw_rows] = torch.arange(rows.count, device=device)
-    order[slot_rows] = torch.arange(rows.count, rows.total, device=device)
-    first, last = rows.boundaries[0], rows.boundaries[-1]
-    sources = history[:, first - rows.stride : last].unflatten(1, (-1, rows.stride))
-    return Block(tokens, position(times), mask, causal, raw_rows, SlotRows(adaptor, slot_rows, order, sources))
+    assert layout is not None
+    closed = position(times.index_select(0, layout.slots))[:, None] + torch.arange(-rows.stride, 0, device=times.device)
+    return Block(
+        tokens,
+        position(times),
+        mask,
+        causal,
+        layout.raw,
+        SlotRows(adaptor, layout.slots, layout.order, history[:, closed]),
+    )
 
 
 class Memory:
@@ -168,26 +196,40 @@ class Memory:
         after = self.length + count
         self._reserve(after)
         self._tokens[:, self.length : after] = tokens
-        times = torch.tensor(rows.times(), device=tokens.device)
-        places = self._places(times)
-        expires = expiry(times, self.shape)
-        live_before, live = self._live(self.length), self._live(after)
-        staged = bool(self.ring) and after - self.committed > self.shape.rollback
-        survivors = None
-        if staged:
-            born, ends = torch.cat([self._born[:live_before], times]), torch.cat([self._expires[:live_before], expires])
-            raw_ring = (times % 2 == 1) & (times >= 2 * self.shape.sinks + 1)
-            survivors = (~raw_ring | (times >= 2 * (after - self.ring) + 1)).nonzero().flatten()
-            self._born[places[survivors]], self._expires[places[survivors]] = times[survivors], expires[survivors]
-        else:
-            self._born[places], self._expires[places] = times, expires
-            born, ends = self._born[:live], self._expires[:live]
-        self._block = _Pending(rows, places, staged, survivors, live)
-        causal = tokens.is_cuda and self.shape.window is None and self.length == 0 and rows.total > FEW_ROWS
+        stamps = rows.times()
+        times = on_device(stamps, tokens.device)
+        layout = layout_of(stamps, tokens.device) if rows.boundaries else None
+        live = self._live(after)
+        if self.placed(count):
+            causal = tokens.is_cuda and self.shape.window is None and self.length == 0 and rows.total > FEW_ROWS
+            masked = not causal and (self.shape.window is not None or rows.total > 1 or live > after)
+            return self.enter(tokens, rows, times, layout, live, masked=masked, causal=causal)
+        places, expires, before = self._places(times), expiry(times, self.shape), self._live(self.length)
+        born, ends = torch.cat([self._born[:before], times]), torch.cat([self._expires[:before], expires])
+        first, last = 2 * self.shape.sinks, 2 * (after - self.ring)  # stamps of raw tokens in between have no place in the ring
+        lasting = [row for row, time in enumerate(stamps) if time % 2 == 0 or time <= first or time > last]
+        survivors = on_device(lasting, tokens.device)
+        self._born[places[survivors]], self._expires[places[survivors]] = times[survivors], expires[survivors]
+        self._block = _Pending(rows, places, True, survivors, live)
+        mask = block_mask(visible(times, born, ends), self.config.group, self._kv.dtype)
+        return block_of(tokens, rows, times, mask, False, self.adaptor, self._tokens, layout)
+
+    def placed(self, count: int) -> bool:
+        """Whether each row of a block of `count` raw tokens has a place of its own; else the block is wider than the ring allows."""
+        return not self.ring or self.length + count - self.committed <= self.shape.rollback
+
+    def enter(
+        self, tokens: Tensor, rows: Rows, times: Tensor, layout: Layout | None, live: int, *, masked: bool, causal: bool = False
+    ) -> Block:
+        """Opens a block whose rows have places, the first `live` entries being read. All that depends on where the sequence stands comes
+        out of the tensor `times`: for the same pattern of rows the same work on the same shapes (masw.graphs replays it)."""
+        places, expires = self._places(times), expiry(times, self.shape)
+        self._born[places], self._expires[places] = times, expires
+        self._block = _Pending(rows, places, False, None, live)
         mask = None
-        if not causal and (self.shape.window is not None or rows.total > 1 or live > after):
-            mask = block_mask(visible(times, born, ends), self.config.group, self._kv.dtype)
-        return block_of(tokens, rows, times, mask, causal, self.adaptor, self._tokens[:, :after])
+        if masked:
+            mask = block_mask(visible(times, self._born[:live], self._expires[:live]), self.config.group, self._kv.dtype)
+        return block_of(tokens, rows, times, mask, causal, self.adaptor, self._tokens, layout)
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the block's k and v [B, N, G, D] of one layer; returns all keys and values [B, G, K, D] to attend to.
@@ -211,10 +253,14 @@ class Memory:
         """Closes the block: its tokens are held, not yet final."""
         block = self._open()
         self._block = None
-        self.length += block.rows.count
+        self.advance(block.rows)
+
+    def advance(self, rows: Rows) -> None:
+        """Counts `rows`, whose keys and values are written, as held."""
+        self.length += rows.count
         self._furthest = max(self._furthest, self.length)
-        if block.rows.boundaries:
-            self._tell("materialise", block.rows.boundaries[0], len(block.rows.boundaries))
+        if rows.boundaries:
+            self._tell("materialise", rows.boundaries[0], len(rows.boundaries))
 
     def abandon(self) -> None:
         """Forgets a block that never reached its end. Only a full memory can: it has overwritten nothing for it."""

@@ -109,6 +109,9 @@ class SnapMemory(Memory):
         self._rows = block.raw_rows
         return block
 
+    def placed(self, count: int) -> bool:
+        return self.selection is not None and super().placed(count)
+
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self._whole is None:
             return super().extend(layer, q, k, v)

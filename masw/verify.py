@@ -101,8 +101,11 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def accept(p: Tensor, q: Tensor, drafted: Sequence[int], uniforms: Sequence[float]) -> Verdict:
     """Judges a block. p [gamma + 1, V], q [gamma, V], `uniforms` gamma + 1 numbers in [0, 1): one a drafted token, one for the draw."""
     gamma = len(drafted)
-    for index, token in enumerate(drafted):
-        if uniforms[index] >= float(accept_probability(p[index, token], q[index, token])):
+    rows = range(gamma)
+    # All at once: on a GPU each number that the host asks for is a wait.
+    keep = accept_probability(p[rows, drafted], q[rows, drafted]).tolist() if gamma else []
+    for index in rows:
+        if uniforms[index] >= keep[index]:
             return Verdict(index, draw(residual(p[index], q[index]), uniforms[gamma]), gamma)
     return Verdict(gamma, draw(p[gamma], uniforms[gamma]), gamma)
 

@@ -639,6 +639,24 @@ def test_drafts_keep_their_own_numbers() -> None:
             assert int((proposal.q > 0).sum(1).max()) <= WARM.top_k
 
 
+@pytest.mark.parametrize("method", DRAFTING)
+def test_tokens_read_back_once_a_block_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the text, the blocks and the events of drafting one by one, times aside; a block that may end early still does."""
+    for settings, stop in ((Settings(24, 4), 10**9), (Settings(24, 4), 14), (Settings(24, 5, least=0.3), 10**9)):
+        found = []
+        for deferred in (False, True):
+            monkeypatch.setattr(ModelDraft, "deferred", deferred)
+            drafter = drafter_for(method, NOISY)
+            result = run(Target(TARGET, 100), drafter, PROMPT, settings, StopAfter(stop))
+            same_as_fresh(drafter)
+            events = [(e.round, e.position, e.count, e.bytes, e.data) for e in result.recorder.trace.of("draft")]
+            rest = [(e.kind, e.who, e.round, e.position, e.count) for e in result.recorder.trace.events if e.kind != "draft"]
+            found.append((result.tokens, [r.drafted for r in result.rounds], rest, events))
+        assert found[0][:3] == found[1][:3] and len(found[0][3]) == len(found[1][3]) > 0
+        for one, other in zip(found[0][3], found[1][3], strict=True):
+            assert one[:4] == other[:4] and one[4] == pytest.approx(other[4])
+
+
 def test_the_draft_is_asked_for_no_more_than_gamma() -> None:
     drafter = ModelDraft(TARGET, memory_for(TARGET, MemoryShape()), Sampling(), Random(0), 61)
     with torch.no_grad():
