@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 import torch
@@ -21,6 +21,7 @@ from masw.config import MemoryShape, ModelConfig
 from masw.decoder import Decoder
 from masw.devices import peak_bytes, reset_peak
 from masw.errors import UsageError, plain_words
+from masw.graphs import Steps
 from masw.memory import Memory
 from masw.methods import METHODS, MemoryOptions
 from masw.quantise import quantised
@@ -43,6 +44,7 @@ class Plan:
     rows: int  # a sequence: 1, or gamma + 1
     memory: MemoryShape
     weights: str = "plain"  # what a draft's step reads: plain | int8 | int4; the target's pass is always plain
+    graphs: bool = False  # through static shapes, on CUDA as a replayed graph (masw.graphs)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class StepRow:
     rows: int
     dtype: str
     weights: str  # plain: of that dtype; or int8 | int4
+    graphs: str | None  # captured: a replayed CUDA graph; static: the same shapes without one; None: the ordinary path
     ms: float | None
     ms_quartiles: tuple[float, float] | None
     floor_ms: float
@@ -80,8 +83,12 @@ def plans(
     options: MemoryOptions,
     gamma: int,
     weights: str = "plain",
+    graphs: bool = False,
 ) -> list[Plan]:
-    """Every combination; `weights` are those of draft steps. Raises UsageError for a kind that is no step."""
+    """Every combination; `weights` are those of draft steps. `graphs`: each also through static shapes, beside it.
+
+    Raises UsageError for a kind that is no step.
+    """
     for kind in kinds:
         if kind not in KINDS:
             raise UsageError(f"'{kind}' is no step that can be timed alone; use some of {', '.join(KINDS)}")
@@ -94,7 +101,8 @@ def plans(
                     assert memory is not None
                     memory.check_block(gamma)
                     rows, read = (gamma + 1, "plain") if kind == VERIFY else (1, weights)
-                    found.append(Plan(shape, kind, context, batch, rows, memory, read))
+                    ways = (False, True)[: 1 + graphs]
+                    found += [Plan(shape, kind, context, batch, rows, memory, read, static) for static in ways]
     return found
 
 
@@ -127,10 +135,17 @@ def run(
     *,
     stride: int,
     repeats: int,
+    limit_s: float = 0.0,
 ) -> Iterator[StepRow]:
-    """Measures plan after plan, one model in memory at a time; what does not fit or fails becomes a row with its reason."""
+    """Measures plan after plan, one model in memory at a time; what does not fit or fails becomes a row with its reason.
+
+    `limit_s`: no plan but the first begins later than this many seconds after the start; 0: no limit.
+    """
     loaded: tuple[str, Decoder] | None = None
-    for plan in chosen:
+    start = time.monotonic()
+    for number, plan in enumerate(chosen):
+        if number and limit_s and time.monotonic() - start >= limit_s:
+            return
         config = configs[plan.shape]
         need = needed(plan, config, dtype, repeats, stride)
         try:
@@ -163,17 +178,27 @@ def _measure(plan: Plan, decoder: Decoder, rates: cost.Rates, need: int, stride:
     if plan.weights != "plain":
         decoder = quantised(decoder, plan.weights)
 
+    static = Steps(decoder, memory, last=plan.kind != VERIFY) if plan.graphs else None
+
+    def read() -> None:
+        if static is not None:
+            static(tokens)
+            return
+        hidden = decoder.forward(tokens, memory)
+        decoder.logits(hidden if plan.kind == VERIFY else hidden[:, -1])
+
     def draft() -> None:
-        decoder.logits(decoder.forward(tokens, memory)[:, -1])
+        read()
         memory.commit()
 
     def verify() -> None:
-        decoder.logits(decoder.forward(tokens, memory))
+        read()
         memory.rollback(plan.rows)
 
     work, steps = (verify, 1) if plan.kind == VERIFY else (draft, stride)
     samples = _timed(work, steps, repeats, device)
-    return _row(plan, config, dtype, rates, need, samples, memory.nbytes, peak_bytes(device))
+    row = _row(plan, config, dtype, rates, need, samples, memory.nbytes, peak_bytes(device))
+    return row if static is None else replace(row, graphs="captured" if static.captures else "static")
 
 
 def _timed(work: Callable[[], None], steps: int, repeats: int, device: torch.device) -> list[float]:
@@ -223,6 +248,7 @@ def _row(
         plan.rows,
         str(dtype).removeprefix("torch."),
         plan.weights,
+        "static" if plan.graphs else None,
         ms,
         (low, high) if len(samples) > 1 else None,
         floor,

@@ -158,13 +158,28 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path: Path) -> None:
         **os.environ, "PYTHON": sys.executable, "SHAPES": "tiny-2 tiny-4", "CONTEXTS": "64", "BATCH": "1,2", "REPEATS": "1",
         "OUT": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    done = subprocess.run(
-        [ROOT / "scripts" / "gpu_bench.sh", "--window", "32", "--device", "cpu"], env=environment, capture_output=True, text=True, timeout=300
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[-1].startswith("no CUDA here") and lines[-2].split()[:4] == ["tiny-4", "verify", "64", "2"]
-    assert sum(line.startswith("tiny-") for line in lines) == 16
+
+    def script(**more: str) -> tuple[list[str], str]:
+        command = [ROOT / "scripts" / "gpu_bench.sh", "--window", "32", "--device", "cpu"]
+        done = subprocess.run(command, env={**environment, **more}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines(), done.stderr
+
+    lines, _ = script()
+    assert lines[-1].startswith("no CUDA here") and lines[-2].split()[:7] == [
+        "tiny-4",
+        "verify",
+        "64",
+        "2",
+        "6",
+        "float32",
+        "static",
+    ]
+    assert sum(line.startswith("tiny-") for line in lines) == 32
+    # Out of time: what is done by then is kept and shown, and that is no failure.
+    lines, err = script(LIMIT_S="1", REPEATS="200", GRAPHS="0")
+    assert "stopped after 1 s; " in err and 1 <= sum(line.startswith("tiny-") for line in lines) < 16
+    assert lines[-1].startswith("no CUDA here")
 
 
 def test_draft_steps_may_read_packed_weights(masw: Call, tmp_path: Path) -> None:  # noqa: F811
@@ -172,3 +187,22 @@ def test_draft_steps_may_read_packed_weights(masw: Call, tmp_path: Path) -> None
     assert [plan.weights for plan in chosen] == ["int4", "plain"]  # the target's pass decides the output: never packed
     code, _, err = masw(*TINY, "--contexts", 40, "--out", tmp_path, "--draft-weights", "int3")
     assert code == 2 and "int3" in err
+
+
+def test_static_shapes_are_measured_beside_the_ordinary_way(masw: Call, tmp_path: Path) -> None:  # noqa: F811
+    code, out, err = masw(*TINY, "--contexts", 40, "--out", tmp_path, "--graphs", "--json")
+    assert code == 0, err
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert [(r["kind"], r["graphs"]) for r in rows] == [
+        (kind, way) for kind in ("full", "window", "masw", "verify") for way in (None, "static")
+    ]
+    assert all(r["error"] is None and r["ms"] > 0 for r in rows)
+    code, _, err = masw("bench", "--graphs", "--out", tmp_path)
+    assert code == 2 and "--graphs" in err and "belong to --steps-only" in err
+    code, _, err = masw(*TINY, "--contexts", 40, "--out", tmp_path, "--limit-s", -1)
+    assert code == 2 and "--limit-s takes seconds" in err
+
+
+def test_no_row_but_the_first_begins_after_the_limit(masw: Call, tmp_path: Path) -> None:  # noqa: F811
+    code, out, err = masw(*TINY, "--contexts", 40, "--out", tmp_path, "--limit-s", 1e-9)
+    assert code == 0 and out.count("tiny-2") == 1 and "stopped after 1e-09 s; 1 of 4 rows are in" in err

@@ -58,6 +58,13 @@ def bench(
         bool, typer.Option("--random-weights", help="With --steps-only, and needed there: weights are drawn, not loaded.")
     ] = False,
     batch: Annotated[str, typer.Option(help="With --steps-only: equally long sequences side by side: 1,16.")] = "1",
+    graphs: Annotated[
+        bool,
+        typer.Option("--graphs", help="With --steps-only: each step also through static shapes, on CUDA as a replayed graph."),
+    ] = False,
+    limit_s: Annotated[
+        float, typer.Option(help="With --steps-only: no row but the first begins after this many seconds; 0: no limit.")
+    ] = 0.0,
     skip_too_large: Annotated[
         bool, typer.Option("--skip-too-large", help="With --steps-only: what cannot fit becomes a row with its estimate.")
     ] = False,
@@ -99,10 +106,13 @@ def bench(
             as_json,
             skip_too_large,
             "plain" if draft_weights == "auto" else draft_weights,
+            graphs,
+            limit_s,
         )
         return
-    if shape or random_weights or skip_too_large:
-        raise UsageError("--shape, --random-weights and --skip-too-large belong to --steps-only; add it, or leave them out")
+    if shape or random_weights or skip_too_large or graphs or limit_s:
+        alone = "--shape, --random-weights, --graphs, --limit-s and --skip-too-large"
+        raise UsageError(f"{alone} belong to --steps-only; add it, or leave them out")
     names = [m.strip() for part in methods.split(",") for m in (METHODS if part.strip() == "all" else [part]) if m.strip()]
     asked = core.check_methods(names)
     if docs < 1 or repeats < 1:
@@ -191,6 +201,8 @@ def time_steps(
     as_json: bool,
     skip_too_large: bool,
     weights: str,
+    graphs: bool,
+    limit_s: float,
 ) -> None:
     """`masw bench --steps-only`: OUT/steps.jsonl and steps.csv, rewritten after every row."""
     from dataclasses import asdict
@@ -204,10 +216,13 @@ def time_steps(
 
     if repeats < 1:
         raise UsageError(f"--repeats must be at least 1, not {repeats}")
+    if not 0 <= limit_s < float("inf"):
+        raise UsageError(f"--limit-s takes seconds, 0 for no limit, not {limit_s}")
     Settings(gamma=gamma)
     check_kind(weights)
     configs = {name: resolve_shape(name) for name in names}
-    chosen = steps.plans(list(configs), [k.strip() for k in kinds.split(",")], contexts, batches, options, gamma, weights)
+    wanted = [k.strip() for k in kinds.split(",")]
+    chosen = steps.plans(list(configs), wanted, contexts, batches, options, gamma, weights, graphs)
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     if not skip_too_large:
@@ -224,7 +239,7 @@ def time_steps(
     rows: list[StepRow] = []
     interrupted = False
     try:
-        for row in steps.run(chosen, configs, where, kind, rates, stride=options.stride, repeats=repeats):
+        for row in steps.run(chosen, configs, where, kind, rates, stride=options.stride, repeats=repeats, limit_s=limit_s):
             rows.append(row)
             results.write_steps(out, about, rows)
             _note(
@@ -239,6 +254,8 @@ def time_steps(
         typer.echo(f"{about['provenance']['device']}, {rows[0].dtype}; {rate}; random weights, noise for KV\n{show_steps(rows)}")
     if interrupted:
         raise Cancelled(f"interrupted; {len(rows)} of {len(chosen)} rows are in {out}")
+    if len(rows) < len(chosen):
+        _note(f"stopped after {limit_s:g} s; {len(rows)} of {len(chosen)} rows are in {out}")
     if failed := [row for row in rows if row.error is not None and not (skip_too_large and row.error.startswith("needs about"))]:
         raise MaswError(f"{len(failed)} of {len(rows)} rows failed, the first with: {failed[0].error}")
 
@@ -276,6 +293,7 @@ def show_steps(rows: list[StepRow]) -> str:
         "batch": lambda x: str(x.batch),
         "rows": lambda x: str(x.rows),
         "weights": lambda x: x.dtype if x.weights == "plain" else x.weights,
+        "graphs": lambda x: x.graphs or "",
         "ms": lambda x: cell(x.ms, 3),
         "quartiles": lambda x: spread(x.ms_quartiles, 3),
         "floor ms": lambda x: cell(x.floor_ms, 3),
