@@ -28,8 +28,9 @@ fi
 # No row begins in the last 30 seconds, so that the one that runs then can end; past the limit the whole is interrupted, then killed.
 left=$((${LIMIT_S:-530} - SECONDS))
 limit=$((left > 31 ? left - 30 : 1))
+guard=$((left > 90 ? left : 90)) # starting alone takes a while
 code=0
-PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" timeout --signal=INT --kill-after=8 "$((limit + 30))" \
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" timeout --signal=INT --kill-after=8 "$guard" \
     "$python" -m masw.cli bench --steps-only --random-weights "${shapes[@]}" --contexts "${CONTEXTS:-2k,8k,32k,128k}" --batch "${BATCH:-1,16}" \
     --stride 8 --repeats "${REPEATS:-8}" --out "${OUT:-runs/gpu-bench}" --skip-too-large --limit-s "$limit" "${graphs[@]}" "$@" || code=$?
 echo "$tests; $SECONDS s"

@@ -522,7 +522,8 @@ def test_a_slice_that_takes_too_long_is_stopped_with_a_checkpoint(sources: list[
 # ---- eval-adaptor
 
 ROW_KEYS = [
-    "set", "context", "window", "stride", "method", "n", "agreement", "tokens_per_iteration", "kl", "retention", "recovered_gap",
+    "set", "context", "window", "stride", "method", "weights", "n", "agreement", "tokens_per_iteration", "kl", "retention",
+    "recovered_gap",
 ]  # fmt: skip
 
 
@@ -569,7 +570,7 @@ def test_eval_adaptor_prints_the_agreed_object(masw: Masw, rows: Path, tmp_path:
     assert report["provenance"]["adaptors"]["4"]["file"] == "a.safetensors"
     assert {"pair", "docs", "models", "commit", "torch", "dtype", "answer_tokens"} <= report["provenance"].keys()
     code, out, _ = masw("eval-adaptor", *SMALL, "--data", rows, "--data", rows, "--adaptor", "none")
-    assert code == 0 and out.splitlines()[0].split()[:6] == ["set", "context", "W", "r", "method", "n"]
+    assert code == 0 and out.splitlines()[0].split()[:7] == ["set", "context", "W", "r", "method", "weights", "n"]
     assert " masw " not in out and "masw-untrained" in out
 
 
@@ -609,6 +610,8 @@ BAD_MEASURES: list[tuple[tuple[object, ...], str]] = [
     (("--gammas", "17"), "rollback window of 16"),
     (("--sinks", -1), "sinks must be"),
     (("--docs", 0), "--docs must be at least 1"),
+    (("--draft-weights", "plain,int3"), "draft weights 'int3' are unknown; use some of plain, int8, int4"),
+    (("--draft-weights", "int4", "--dtype", "fp32"), "draft weights int4 need a bf16 model"),
     (("--answer-tokens", 1), "--answer-tokens at least 2"),
     (("--adaptor", "nowhere.safetensors"), "no adaptor at"),
     (("--pair", "tinny"), "did you mean tiny"),

@@ -166,18 +166,11 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path: Path) -> None:
         return done.stdout.splitlines(), done.stderr
 
     lines, _ = script()
-    assert lines[-1].startswith("no CUDA here") and lines[-2].split()[:7] == [
-        "tiny-4",
-        "verify",
-        "64",
-        "2",
-        "6",
-        "float32",
-        "static",
-    ]
+    assert lines[-1].startswith("no CUDA here") and lines[-2].split()[:5] == ["tiny-4", "verify", "64", "2", "6"]
+    assert [line.split()[6] for line in lines if line.startswith("tiny-")][1::2] == ["static"] * 16
     assert sum(line.startswith("tiny-") for line in lines) == 32
     # Out of time: what is done by then is kept and shown, and that is no failure.
-    lines, err = script(LIMIT_S="1", REPEATS="200", GRAPHS="0")
+    lines, err = script(LIMIT_S="1", REPEATS="40", GRAPHS="0")
     assert "stopped after 1 s; " in err and 1 <= sum(line.startswith("tiny-") for line in lines) < 16
     assert lines[-1].startswith("no CUDA here")
 
