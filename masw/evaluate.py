@@ -6,7 +6,7 @@ answer prefix decides every round. Tokens per iteration follow from the agreemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from types import MappingProxyType
@@ -17,13 +17,14 @@ from torch import Tensor
 from masw import cases
 from masw.adaptor import Adaptor, AdaptorInfo
 from masw.cases import Case, planted_positions
-from masw.config import MemoryShape
+from masw.config import MOST_STRIDE, MemoryShape
 from masw.decoder import Decoder
 from masw.drafters import aligned
+from masw.memory import Memory
 from masw.methods import METHODS, MemoryOptions
 from masw.prefill import CHUNK
 from masw.session import Session, adaptor_for
-from masw.snapkv import draft_memory
+from masw.snapkv import SnapMemory, draft_memory
 from masw.tokenizer import AnyTokenizer
 from masw.verify import likeliest
 
@@ -89,24 +90,62 @@ def variants(
     return found
 
 
-@torch.no_grad()
-def predictions(decoder: Decoder, variant: Variant, prompt: Sequence[int], answer: Sequence[int], vocab: int) -> Tensor:
-    """Draft logits [len(answer), vocab] for each answer token, after the prompt and the answer before it.
+class Prompt:
+    """One prompt and the draft memories that have read it. Memories that read it whole, with the same slots or with none, share one
+    pass: `full` and every budget of `snapkv`, every budget of `hybrid` of one stride."""
 
-    `vocab` is the width of the target's: as in the engine, logits are cut or padded to it, and ids that only the target has
-    read as the draft's last one. Packed weights serve a row or two: the answer is then read token by token, as the engine drafts.
+    def __init__(self, decoder: Decoder, ids: Sequence[int], answer: Sequence[int]) -> None:
+        """As in the engine the last token is left to the first draft, and ids that only the target has read as the draft's last."""
+        self._decoder, self._read = decoder, len(ids) - 1
+        sequence = torch.tensor([[*ids, *answer[:-1]]], device=decoder.device).clamp_max(decoder.config.vocab - 1)
+        self._ids, self.rest = sequence[:, : self._read], sequence[:, self._read :]
+        self._tokens = sequence.shape[1]
+        self._whole: dict[tuple[int | None, int], SnapMemory] = {}  # by stride and adaptor
+
+    def memory(self, variant: Variant) -> Memory:
+        """A memory of its own that has read the prompt."""
+        shape = variant.shape
+        if not self._read or (shape.window is not None and shape.budget is None):
+            memory = self._new(shape, variant.adaptor)
+            self._feed(memory)
+            return memory
+        key = shape.stride, id(variant.adaptor)
+        if key not in self._whole:
+            # Never asked to select, so its own budget is the least that there is.
+            least = MemoryShape(0, shape.stride or 1, shape.stride, budget=shape.stride or MOST_STRIDE)
+            reader = self._new(least, variant.adaptor)
+            assert isinstance(reader, SnapMemory)
+            self._feed(reader, commit_last=False)
+            self._whole[key] = reader
+        reader = self._whole[key]
+        if shape.budget is None:
+            return reader.whole_prompt()
+        memory = self._new(shape, variant.adaptor)
+        assert isinstance(memory, SnapMemory)
+        memory.take_prompt(reader)
+        return memory
+
+    def _new(self, shape: MemoryShape, adaptor: Adaptor | None) -> Memory:
+        d = self._decoder
+        return draft_memory(d.config, shape, tokens=self._tokens, device=d.device, dtype=d.dtype, adaptor=adaptor)
+
+    def _feed(self, memory: Memory, commit_last: bool = True) -> None:
+        memory.prompt_ends(self._read)
+        for start in range(0, self._read, CHUNK):
+            self._decoder.forward(self._ids[:, start : start + CHUNK], memory)
+            if commit_last or start + CHUNK < self._read:
+                memory.commit()
+
+
+@torch.no_grad()
+def predictions(decoder: Decoder, variant: Variant, prompt: Prompt, vocab: int) -> Tensor:
+    """Draft logits [answer, vocab] for each answer token, after the prompt and the answer before it.
+
+    `vocab` is the width of the target's: as in the engine, logits are cut or padded to it. Packed weights serve a row or two: the
+    answer is then read token by token, as the engine drafts. `prompt` was made for `decoder`.
     """
-    sequence = torch.tensor([[*prompt, *answer[:-1]]], device=decoder.device).clamp_max(decoder.config.vocab - 1)
-    total, read = sequence.shape[1], len(prompt) - 1
-    memory = draft_memory(
-        decoder.config, variant.shape, tokens=total, device=decoder.device, dtype=decoder.dtype, adaptor=variant.adaptor
-    )
-    memory.prompt_ends(read)
-    for start in range(0, read, CHUNK):
-        decoder.forward(sequence[:, start : min(start + CHUNK, read)], memory)
-        memory.commit()
-    logits = []
-    for part in sequence[:, read:].split(total if variant.weights == "plain" else 1, dim=1):
+    memory, rest, logits = prompt.memory(variant), prompt.rest, []
+    for part in rest.split(rest.shape[1] if variant.weights == "plain" else 1, dim=1):
         logits.append(decoder.logits(decoder.forward(part, memory)[0]))
         memory.commit()
     return aligned(torch.cat(logits), vocab)
@@ -165,13 +204,14 @@ def judge(
     case_key = case, tuple(answer)
     wanted = torch.tensor(list(answer), device=decoder.device)
     spots = planted_positions(tokenizer, answer, case.planted) if case.planted else []
+    prompts = {kind: Prompt(d, case.prompt, answer) for kind, d in {"plain": decoder, **packed}.items()}
     found = []
     for variant in choices:
         key = case_key, variant.shape, variant.weights
         if variant.adaptor is None and key in known.outcomes:
             found.append(known.outcomes[key])
             continue
-        logits = predictions(packed.get(variant.weights, decoder), variant, case.prompt, answer, vocab)
+        logits = predictions(packed.get(variant.weights, decoder), variant, prompts[variant.weights], vocab)
         beliefs = logits[:, : decoder.config.vocab].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         reference = known.beliefs.setdefault(case_key, beliefs)
         kl = (reference.exp() * (reference - beliefs)).sum(-1).mean()
@@ -182,9 +222,25 @@ def judge(
     return found
 
 
+@dataclass(frozen=True)
+class Judged:
+    """A case, and the outcome of each draft (method, window, stride, weights) on it; none where the target's own answer is nothing to
+    judge by."""
+
+    set: str
+    context: int
+    id: str
+    found: list[tuple[str, int | None, int | None, str, Outcome]]
+
+    @staticmethod
+    def of(case: Case, choices: Sequence[Variant], outcomes: Sequence[Outcome]) -> Judged:
+        found = [(c.method, c.window, c.stride, c.weights, o) for c, o in zip(choices, outcomes, strict=True)]
+        return Judged(case.set, case.context, case.id, found)
+
+
 def run(
     session: Session,
-    chosen: Iterable[Case],
+    chosen: Sequence[Case],
     windows: Sequence[int],
     strides: Sequence[int],
     gammas: Sequence[int],
@@ -196,38 +252,72 @@ def run(
     known: Known | None = None,
     weights: Sequence[str] = ("plain",),
 ) -> list[Row]:
-    """The whole measure on `chosen` cases. `trained(r)` as in `variants`; a case that the target itself gets wrong is left out.
+    """The whole measure on `chosen` cases; arguments as of `judge_all`."""
+    found = judge_all(
+        session, chosen, windows, strides, trained, sinks=sinks, answer_tokens=answer_tokens, methods=methods, known=known,
+        weights=weights,
+    )  # fmt: skip
+    results = []
+    for _, judged in found:
+        if isinstance(judged, Exception):
+            raise judged
+        results.append(judged)
+    return summarise(results, gammas)
+
+
+def judge_all(
+    session: Session,
+    chosen: Sequence[Case],
+    windows: Sequence[int],
+    strides: Sequence[int],
+    trained: Callable[[int], Adaptor | None],
+    *,
+    sinks: int,
+    answer_tokens: int,
+    methods: Container[str] | None = None,
+    known: Known | None = None,
+    weights: Sequence[str] = ("plain",),
+    sample: Sequence[int] = (),
+) -> Iterator[tuple[Case, Judged | Exception]]:
+    """Judges `chosen` cases one by one; a case that fails gives its exception. `trained(r)` as in `variants`; a case that the target
+    itself gets wrong has no outcomes.
 
     `methods` leaves out all others but `full`, which the rest is compared with. `known` is kept from one measure to the next, where
     only the adaptor differs. `weights`: each method also with these draft weights; plain ones, the reference, come first in any case.
-    Raises UsageError where they cannot be packed.
+    `sample` are the tokens on which slots of `hybrid` are made quiet (default: the first case's). Raises UsageError where weights cannot
+    be packed.
     """
     draft, target = session.pair.draft, session.pair.target
     untrained = Adaptor.copied(draft.decoder, AdaptorInfo(draft.name, ()))
     kinds = list(dict.fromkeys(("plain", *weights)))
     packed = {kind: session.draft_decoder(kind)[1] for kind in kinds[1:]}
-    quiet, results = None, []
-    for case in chosen:
+    quiet: list[Adaptor] = []
+
+    def one(case: Case) -> Judged:
         said = cases.answer(session, case, answer_tokens)
         if len(said) < 2 or (case.planted and not planted_positions(target.tokenizer, said, case.planted)):
-            continue
-        if quiet is None and (methods is None or "hybrid" in methods):
-            quiet, _ = adaptor_for(draft.decoder, draft.name, strides[0], "quiet", case.prompt)
-        choices = variants(windows, strides, case.context, untrained, trained, sinks, quiet)
+            return Judged.of(case, (), ())
+        if not quiet and (methods is None or "hybrid" in methods):
+            quiet.append(adaptor_for(draft.decoder, draft.name, strides[0], "quiet", sample or chosen[0].prompt)[0])
+        choices = variants(windows, strides, case.context, untrained, trained, sinks, quiet[0] if quiet else None)
         choices = [c for c in choices if c.method == "full" or methods is None or c.method in methods]
         choices = [replace(choice, weights=kind) for kind in kinds for choice in choices]
         outcomes = judge(draft.decoder, choices, case, said, target.tokenizer, target.config.vocab, known, packed)
-        results.append((case, choices, outcomes))
-    return summarise(results, gammas)
+        return Judged.of(case, choices, outcomes)
+
+    for case in chosen:
+        try:
+            yield case, one(case)
+        except Exception as error:  # out of memory for one context must not cost the others
+            yield case, error
 
 
-def summarise(results: Sequence[tuple[Case, Sequence[Variant], Sequence[Outcome]]], gammas: Sequence[int]) -> list[Row]:
+def summarise(results: Iterable[Judged], gammas: Sequence[int]) -> list[Row]:
     """Means by set, context and variant, then retention and recovered gap."""
     cells: dict[tuple[str, int, str, int | None, int | None, str], list[Outcome]] = {}
-    for case, choices, outcomes in results:
-        for variant, outcome in zip(choices, outcomes, strict=True):
-            key = (case.set, case.context, variant.method, variant.window, variant.stride, variant.weights)
-            cells.setdefault(key, []).append(outcome)
+    for judged in results:
+        for method, window, stride, weights, outcome in judged.found:
+            cells.setdefault((judged.set, judged.context, method, window, stride, weights), []).append(outcome)
     speed = {key: {g: fmean(tokens_per_iteration(o.agree, g) for o in found) for g in gammas} for key, found in cells.items()}
     table = []
     for key, found in cells.items():
@@ -254,6 +344,13 @@ def summarise(results: Sequence[tuple[Case, Sequence[Variant], Sequence[Outcome]
     return table
 
 
-def as_dicts(table: Sequence[Row]) -> list[dict[str, object]]:
-    """Rows as JSON objects; gammas become strings."""
-    return [{**asdict(row), "tokens_per_iteration": {str(g): v for g, v in row.tokens_per_iteration.items()}} for row in table]
+def as_dicts(table: Sequence[Row], partial: Container[tuple[str, int]] = ()) -> list[dict[str, object]]:
+    """Rows as JSON objects; gammas become strings, and rows of the sets and contexts in `partial` say so."""
+    return [
+        {
+            **asdict(row),
+            "tokens_per_iteration": {str(g): v for g, v in row.tokens_per_iteration.items()},
+            **({"partial": True} if (row.set, row.context) in partial else {}),
+        }
+        for row in table
+    ]

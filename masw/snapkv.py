@@ -73,6 +73,28 @@ class SnapMemory(Memory):
         options = {**self._options, "listener": self.listener}
         self.__init__(self.config, replace(self.shape, prompt=tokens), tokens=self._planned, **options)  # type: ignore[misc]
 
+    def take_prompt(self, reader: SnapMemory) -> None:
+        """Takes the prompt that `reader` has read whole and not yet committed, as if it had been read here and committed.
+
+        So one pass over a prompt serves many budgets. Both have the same stride and adaptor; `reader` stays as it is.
+        """
+        whole = reader._whole
+        if whole is None or whole.length != reader.shape.prompt or self.length or self.selection is not None:
+            raise ValueError("a prompt is taken by a new memory, from one that has read all of it and not committed")
+        if reader.shape.stride != self.shape.stride or reader.adaptor is not self.adaptor:
+            raise ValueError("a prompt that was read with other slots cannot be taken")
+        self.prompt_ends(whole.length)
+        self._whole, self._queries, self.length = whole, reader._queries, whole.length
+        self.commit()
+
+    def whole_prompt(self) -> Memory:
+        """A copy of the full memory that the prompt is read with, while it is not yet committed whole."""
+        if self._whole is None:
+            raise RuntimeError("the prompt was not begun or is already selected from")
+        twin = self._whole.fork()
+        twin.commit()
+        return twin
+
     @property
     def _heads(self) -> tuple[int, int, int]:
         layers, _, batch, heads, _, _ = self._kv.shape

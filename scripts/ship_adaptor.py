@@ -72,6 +72,8 @@ def measured(path: Path, name: str) -> dict[str, Any]:
         rows, files = report["rows"], {a["file"] for a in report["provenance"]["adaptors"].values()}
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise UsageError(f"{path} is not what `masw eval-adaptor --json` prints") from None
+    if report.get("partial"):
+        raise UsageError(f"{path} is a partial measure; run eval-adaptor to its end")
     if files != {name} or not any(row["method"] == "masw" for row in rows):
         raise UsageError(f"{path} measures {', '.join(sorted(map(str, files)))}, not {name}; run eval-adaptor with --adaptor")
     table: dict[str, Any] = {}

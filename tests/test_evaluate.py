@@ -17,7 +17,7 @@ from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.engine import Settings
 from masw.errors import UsageError
-from masw.evaluate import Outcome, Variant, tokens_per_iteration
+from masw.evaluate import Judged, Outcome, Variant, tokens_per_iteration
 from masw.methods import MemoryOptions
 from masw.session import RunOptions, Session
 from masw.tokenizer import ByteTokenizer
@@ -155,20 +155,21 @@ def test_retention_and_recovered_gap() -> None:
         Variant("window", MemoryShape(2, 8), 8, None),
         Variant("masw", MemoryShape(2, 8, 4), 8, 4),
     ]
-    rows = evaluate.summarise([(case, choices, [outcome("111111"), outcome("000000", 2), outcome("101010", 1)])], [2, 5])
+    rows = evaluate.summarise([Judged.of(case, choices, [outcome("111111"), outcome("000000", 2), outcome("101010", 1)])], [2, 5])
     full, window, masw = rows
     assert (full.tokens_per_iteration, window.tokens_per_iteration[2], masw.tokens_per_iteration[2]) == ({2: 3, 5: 6}, 1, 2)
     assert (full.retention, window.retention, masw.retention) == (1, 1 / 3, 2 / 3)
     assert (full.recovered_gap, window.recovered_gap, masw.recovered_gap) == (None, None, 0.5)
     assert (masw.n, masw.agreement, masw.kl) == (1, 0.5, 1)
-    same = evaluate.summarise([(case, choices, [outcome("000000")] * 3)], [2])
+    same = evaluate.summarise([Judged.of(case, choices, [outcome("000000")] * 3)], [2])
     assert same[2].recovered_gap is None  # nothing to recover
 
 
 def test_agreement_of_a_recall_set_is_that_of_the_planted_tokens() -> None:
     choices = [Variant("full", MemoryShape(), None, None)]
     results = [
-        (cases.Case("recall", i, 64, (1,), "x"), choices, [outcome("1100", planted=p)]) for i, p in (("1", "10"), ("2", "1"))
+        Judged.of(cases.Case("recall", i, 64, (1,), "x"), choices, [outcome("1100", planted=p)])
+        for i, p in (("1", "10"), ("2", "1"))
     ]
     (row,) = evaluate.summarise(results, [5])
     assert (row.n, row.agreement) == (2, 0.75)
@@ -177,7 +178,7 @@ def test_agreement_of_a_recall_set_is_that_of_the_planted_tokens() -> None:
 def test_means_are_over_cases_of_one_cell() -> None:
     choices = [Variant("full", MemoryShape(), None, None)]
     results = [
-        (cases.Case(name, "1", context, (1,)), choices, [outcome(agree)])
+        Judged.of(cases.Case(name, "1", context, (1,)), choices, [outcome(agree)])
         for name, context, agree in (("a", 64, "11"), ("a", 64, "00"), ("a", 96, "11"), ("b", 64, "00"))
     ]
     table = {(r.set, r.context): (r.n, r.agreement) for r in evaluate.summarise(results, [5])}

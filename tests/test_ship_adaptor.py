@@ -84,3 +84,8 @@ def test_bad_input_is_one_line(script: ModuleType, tmp_path: Path, capsys: pytes
         (tmp_path / "m.json").write_text(content)
         assert script.main([str(path), "--measure", str(tmp_path / "m.json")]) == 2
         assert "is not what `masw eval-adaptor --json` prints" in capsys.readouterr().err
+    rows = [{"method": "masw", "context": 512}]
+    report = {"rows": rows, "provenance": {"adaptors": {"4": {"file": path.name}}}, "partial": True}
+    (tmp_path / "m.json").write_text(json.dumps(report))
+    assert script.main([str(path), "--measure", str(tmp_path / "m.json")]) == 2
+    assert "is a partial measure" in capsys.readouterr().err

@@ -95,8 +95,8 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM is as good as Ctrl-C, and both are one line; the training itself answers them with a checkpoint."""
+def interruptible(said: str = "interrupted outside a training step; the same command goes on") -> Iterator[None]:
+    """SIGTERM is as good as Ctrl-C, and both are the one line `said`; a training itself answers them with a checkpoint."""
     try:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not the main thread
@@ -105,6 +105,6 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Cancelled("interrupted outside a training step; the same command goes on") from None
+        raise Cancelled(said) from None
     finally:
         signal.signal(signal.SIGTERM, before)
