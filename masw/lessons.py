@@ -7,8 +7,8 @@ Torch is imported only where something is computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from masw.config import MemoryShape
 from masw.errors import UsageError
 from masw.failures import failures
+from masw.tables import read_lines
 from masw.trace import Trace
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Lesson:
     def training(self) -> dict[str, list[dict[str, Any]]]:
         """Recorded training logs by name (both modes): see docs/TRAINING.md for their lines."""
         found = sorted(recorded_folder().glob(f"training-{self.pair}-*.jsonl"))
-        return {p.stem.removeprefix(f"training-{self.pair}-"): _lines(p) for p in found}
+        return {p.stem.removeprefix(f"training-{self.pair}-"): read_lines(p) for p in found}
 
     def train(self, seconds: float = 120.0) -> list[dict[str, Any]]:
         """Trains the pair's draft for `seconds` on the first three quarters of the sample, measured on the rest; the lines of its log.
@@ -191,6 +192,19 @@ class Lesson:
                 listener=log.append, max_seconds=seconds,
             )  # fmt: skip
         return log
+
+
+def start(space: Mapping[str, Any]) -> Lesson:
+    """The set-up of a notebook, given its `globals()` after the cell of parameters: shows the card of the environment with every
+    parameter, says where the data come from, and returns the lesson that those parameters ask for."""
+    from masw.report import environment_card
+
+    parameters = {name: space[name] for name in space["__annotations__"]}  # the cell declares each with its type
+    known = {f.name for f in fields(Lesson) if not f.name.startswith("_")}
+    lesson = Lesson(**{name: value for name, value in parameters.items() if name in known})
+    environment_card(parameters, dtype={"fp32": "float32", "bf16": "bfloat16"}[lesson.dtype])
+    print(lesson.source)
+    return lesson
 
 
 def runs_of(session: Session, methods: Sequence[str], options: RunOptions, document: str = "") -> Iterator[tuple[str, Run]]:
@@ -279,105 +293,3 @@ def _read(name: str) -> dict[str, Any]:
         raise UsageError(f'{name} is not recorded; use mode = "live"')
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-# ---- result tables
-
-PAPER = [
-    {"method": "MASW", "target": "8B", "context": "8K to 32K", "speed-up": "1.30x to 2.08x"},
-    {"method": "MASW", "target": "70B", "context": "best", "speed-up": "3.33x"},
-    {"method": "uncompressed strong draft", "target": "8B", "context": "8K to 32K", "speed-up": "1.18x to 0.98x"},
-    {"method": "EAGLE", "target": "70B", "context": "8K", "speed-up": "0.64x"},
-    {"method": "sliding window", "target": "8B", "context": "16K", "speed-up": "0.37x"},
-]  # as the paper reports them (arXiv 2608.30252): GovReport, QMSum and MultiNews of LongBench
-
-BENCH_COLUMNS = {
-    "set": "set", "context": "context (tokens)", "method": "method", "n": "runs",
-    "speedup": "speed-up (x, measured)", "speedup_predicted": "speed-up (x, predicted)", "speedup_at_floor": "speed-up (x, at floor)",
-    "tokens_per_iteration": "tokens per iter", "acceptance": "accept (share)", "draft_ms": "draft step (ms)",
-    "draft_kv_ratio": "draft KV (share of full)", "identical": "equal to greedy (runs)", "compared": "compared (runs)",
-    "largest_logit_gap": "logit gap where they part",
-}  # fmt: skip
-
-
-def results(name: str) -> list[dict[str, Any]]:
-    """Rows of data/results/NAME.jsonl, without headers; none when it is not there (yet)."""
-    path = recorded_folder().parent / "results" / f"{name}.jsonl"
-    return [row for row in _lines(path) if row.get("type", "row") not in ("header", "session")] if path.is_file() else []
-
-
-def ablations(pair: str) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """Rows of the pair's table of ablations and its loss curves by recipe (docs/TRAINING.md); empty while there is none."""
-    from masw import ablations as table
-
-    lines = table.read(recorded_folder().parent / "results" / f"ablations_{pair}.jsonl")
-    return table.rows(lines), table.curves(lines)
-
-
-def bench_lines(pair: str) -> list[dict[str, Any]]:
-    """Lines of the pair's benchmark tables in data/results (docs/BENCH.md): a set, a context and a method each. Tables with an adaptive
-    gamma stay out: their rows have the names of those with a fixed one."""
-    found = []
-    for path in sorted((recorded_folder().parent / "results").glob("**/*.jsonl")):
-        head, *rows = _lines(path)
-        about = head.get("definition", {})
-        if about.get("pair") == pair and not about.get("adaptive"):
-            found += [row for row in rows if {"set", "context", "method", "speedup", "speedup_quartiles"} <= row.keys()]
-    return found
-
-
-NO_RESULTS = (
-    "No benchmark results yet: `masw bench` writes them and data/results holds them. "
-    "Shown instead: the recorded runs on one document."
-)
-
-
-def missing(*questions: str) -> list[dict[str, Any]]:
-    """Rows that say what has not been measured."""
-    return [{"question": q, "result": "not measured yet"} for q in questions]
-
-
-def speedup_points(lines: Sequence[dict[str, Any]], traces: dict[str, Trace]) -> list[dict[str, Any]]:
-    """Rows for `masw.figures.method_bars`: decode speed-up by method and context, from benchmark lines (all sets together where there
-    are several), else from the traces of one document."""
-    from masw.figures import speedup_rows
-
-    if not lines:
-        context = traces["none"].header["prompt_tokens"]
-        return [
-            {"method": r["method"], "context": context, "speed-up": r["measured speed-up"], "n": r["n"]}
-            for r in speedup_rows(traces)
-        ]
-    sets = {r["set"] for r in lines}
-    whole = "all" if "all" in sets else lines[0]["set"]
-    return [
-        {"method": r["method"], "context": r["context"], "speed-up": r["speedup"], "n": r["n"],
-         "low": (r["speedup_quartiles"] or (None, None))[0], "high": (r["speedup_quartiles"] or (None, None))[1]}
-        for r in lines
-        if r["set"] == whole
-    ]  # fmt: skip
-
-
-def trade_off(lines: Sequence[dict[str, Any]], traces: dict[str, Trace]) -> list[dict[str, Any]]:
-    """Memory, step time and tokens per iteration of each method, at the longest context of the lines, else of the traces."""
-    from masw.metrics import summarise
-
-    if lines:
-        longest = max(r["context"] for r in lines)
-        names = {
-            "set": "set", "method": "method", "draft_kv_bytes": "draft KV (bytes)", "draft_ms": "draft step (ms)",
-            "tokens_per_iteration": "tokens per iteration", "n": "n",
-        }  # fmt: skip
-        return [{names[k]: r[k] for k in names} for r in lines if r["context"] == longest]
-    rows = []
-    for name, trace in traces.items():
-        s, kv = summarise(trace), trace.header.get("draft_kv") or {}
-        rows.append(
-            {"method": name, "draft KV (bytes)": kv.get("allocated_bytes"), "draft step (ms)": s.draft_ms,
-             "tokens per iteration": s.tokens_per_iteration, "n": s.rounds}
-        )  # fmt: skip
-    return rows

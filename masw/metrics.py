@@ -13,6 +13,8 @@ from statistics import median
 
 from masw.trace import Trace
 
+NOT_APPLICABLE = "—"  # in a table: a number that cannot exist in this row; None is one that was not measured
+
 
 @dataclass(frozen=True)
 class Summary:

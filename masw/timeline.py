@@ -155,6 +155,13 @@ def state_at(position: int, is_slot: bool, held: int, shape: MemoryShape) -> str
     return "evicted" if position < held - shape.window else "window"
 
 
+def state_count(shape: MemoryShape, tokens: int) -> dict[str, int]:
+    """How many entries of each state `tokens` accepted tokens have left."""
+    sinks = min(tokens, shape.sinks) if shape.window is not None else 0
+    window = shape.entries(tokens) - sinks - shape.slots(tokens)
+    return {"sink": sinks, "window": window, "slot": shape.slots(tokens), "evicted": tokens - sinks - window}
+
+
 def readers(token: int, shape: MemoryShape) -> range:
     """Numbers m of the slots that read raw token `token` while it was in their window: those with tau_m in (token, token + W].
 

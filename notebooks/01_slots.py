@@ -33,16 +33,11 @@ widgets: bool = False  # also a live player (JupyterLab)
 # %%
 from masw import figures
 from masw.config import MemoryShape
-from masw.figures.memory import state_count
-from masw.lessons import Lesson
-from masw.report import environment_card, headline, show
+from masw.lessons import start
+from masw.report import headline, show
+from masw.timeline import state_count
 
-lesson = Lesson(mode, pair, sinks, window, stride)
-environment_card(
-    {"mode": mode, "pair": pair, "sinks": sinks, "window": window, "stride": stride, "template": template, "widgets": widgets},
-    dtype="float32",
-)
-print(lesson.source)
+lesson = start(globals())
 
 # %% [markdown]
 # ## 1 Step through a short text

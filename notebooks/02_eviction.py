@@ -35,30 +35,11 @@ widgets: bool = False  # also a live player (JupyterLab)
 # %%
 from masw import figures
 from masw.config import MemoryShape
-from masw.figures.memory import state_count
-from masw.lessons import Lesson
-from masw.report import environment_card, headline, show
-from masw.timeline import shape_of, steps
+from masw.lessons import start
+from masw.report import headline, show
+from masw.timeline import shape_of, state_count, steps
 
-lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, document, seed)
-environment_card(
-    {
-        "mode": mode,
-        "pair": pair,
-        "sinks": sinks,
-        "window": window,
-        "stride": stride,
-        "gamma": gamma,
-        "tokens": tokens,
-        "dtype": dtype,
-        "seed": seed,
-        "document": document,
-        "template": template,
-        "widgets": widgets,
-    },
-    dtype="float32",
-)
-print(lesson.source)
+lesson = start(globals())
 
 # %% [markdown]
 # ## 1 The KV map

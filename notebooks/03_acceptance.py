@@ -34,29 +34,11 @@ widgets: bool = False  # also a live player (JupyterLab)
 
 # %%
 from masw import cost, figures
-from masw.lessons import Lesson
+from masw.lessons import start
 from masw.metrics import summarise
-from masw.report import environment_card, headline, show
+from masw.report import headline, show
 
-lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, document, seed)
-environment_card(
-    {
-        "mode": mode,
-        "pair": pair,
-        "sinks": sinks,
-        "window": window,
-        "stride": stride,
-        "gamma": gamma,
-        "tokens": tokens,
-        "dtype": dtype,
-        "seed": seed,
-        "document": document,
-        "template": template,
-        "widgets": widgets,
-    },
-    dtype="float32",
-)
-print(lesson.source)
+lesson = start(globals())
 
 # %% [markdown]
 # ## 1 The fate of every token

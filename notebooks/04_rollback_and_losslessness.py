@@ -37,31 +37,11 @@ template: Literal["light", "dark"] = "light"  # theme of the figures
 # %%
 from masw import figures
 from masw.explain import accept_rows, total_variation
-from masw.lessons import Lesson
+from masw.lessons import start
 from masw.metrics import first_difference, summarise
-from masw.report import environment_card, headline, show
+from masw.report import headline, show
 
-lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, document, seed)
-environment_card(
-    {
-        "mode": mode,
-        "pair": pair,
-        "sinks": sinks,
-        "window": window,
-        "stride": stride,
-        "gamma": gamma,
-        "tokens": tokens,
-        "dtype": dtype,
-        "seed": seed,
-        "document": document,
-        "p": p,
-        "q": q,
-        "draws": draws,
-        "template": template,
-    },
-    dtype="float32",
-)
-print(lesson.source)
+lesson = start(globals())
 
 # %% [markdown]
 # ## 1 Token 1,005 is rejected: what happens to slot 126?

@@ -34,28 +34,11 @@ template: Literal["light", "dark"] = "light"  # theme of the figures
 # %%
 from masw import figures
 from masw.figures.timing import rounds_ms
-from masw.lessons import Lesson
+from masw.lessons import start
 from masw.metrics import summarise
-from masw.report import environment_card, headline, show
+from masw.report import headline, show
 
-lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, document, seed)
-environment_card(
-    {
-        "mode": mode,
-        "pair": pair,
-        "sinks": sinks,
-        "window": window,
-        "stride": stride,
-        "gamma": gamma,
-        "tokens": tokens,
-        "dtype": dtype,
-        "seed": seed,
-        "document": document,
-        "template": template,
-    },
-    dtype="float32",
-)
-print(lesson.source)
+lesson = start(globals())
 
 # %% [markdown]
 # ## 1 One run, round by round

@@ -28,14 +28,11 @@ template: Literal["light", "dark"] = "light"  # theme of the figures
 
 # %%
 from masw import figures
-from masw.lessons import Lesson, ablations, missing
-from masw.report import environment_card, headline, show
+from masw.lessons import start
+from masw.report import headline, show
+from masw.tables import ablations, missing
 
-lesson = Lesson(mode, pair, dtype=dtype, seed=seed)
-environment_card(
-    {"mode": mode, "pair": pair, "seconds": seconds, "dtype": dtype, "seed": seed, "template": template}, dtype="float32"
-)
-print(lesson.source)
+lesson = start(globals())
 
 # %% [markdown]
 # ## 1 Learning curves, recorded

@@ -33,38 +33,22 @@ template: Literal["light", "dark"] = "light"  # theme of the figures
 
 # %%
 from masw import figures
-from masw.lessons import (
+from masw.lessons import start
+from masw.report import headline, show
+from masw.tables import (
     BENCH_COLUMNS,
     NO_RESULTS,
     PAPER,
-    Lesson,
     ablations,
     bench_lines,
+    marked,
     missing,
     results,
     speedup_points,
     trade_off,
 )
-from masw.report import environment_card, headline, show
 
-lesson = Lesson(mode, pair, sinks, window, stride, gamma, tokens, dtype, document, seed)
-environment_card(
-    {
-        "mode": mode,
-        "pair": pair,
-        "sinks": sinks,
-        "window": window,
-        "stride": stride,
-        "gamma": gamma,
-        "tokens": tokens,
-        "dtype": dtype,
-        "seed": seed,
-        "document": document,
-        "template": template,
-    },
-    dtype="float32",
-)
-print(lesson.source)
+lesson = start(globals())
 
 # %% [markdown]
 # ## 1 Main table
@@ -75,7 +59,7 @@ print(lesson.source)
 lines = bench_lines(pair)
 print(f"{len(lines)} lines of benchmark results" if lines else NO_RESULTS)
 traces = lesson.traces(["none", "full", "window", "masw", "snapkv", "hybrid", "lookup"])
-rows = lines or figures.speedup_rows(traces)
+rows = [marked(line) for line in lines] or figures.speedup_rows(traces)
 show(
     figures.method_table(
         rows,

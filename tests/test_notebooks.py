@@ -14,11 +14,12 @@ import jupytext
 import nbformat
 import pytest
 
-from masw import zoo
+from masw import lessons, zoo
 from masw.errors import UsageError
-from masw.lessons import METHODS, Lesson, bench_lines, missing, results, speedup_points, trade_off
+from masw.lessons import METHODS, Lesson
 from masw.report.library import read
 from masw.report.schema import parse_cell
+from masw.tables import bench_lines, marked, missing, results, speedup_points, trade_off
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 SOURCES = sorted(FOLDER.glob("*.py"))
@@ -58,6 +59,7 @@ def test_every_section_shows_takes_away_and_asserts(path: Path) -> None:
         assert [kind for kind, _ in part] == ["markdown", "code", "markdown", "code"]
         assert "show(" in part[1][1] and "figures." in part[1][1]
         assert part[2][1].startswith("**Takeaway.**")
+    assert found[2][1].endswith("\nlesson = start(globals())") and text.count("start(") == 1  # the set-up is one call
     assert "def " not in text and "import torch" not in text and "import plotly" not in text  # no logic inside
     assert parse_cell(found[1][1], path.stem).parameters["mode"].default == "trace"
 
@@ -116,6 +118,33 @@ def test_lessons_refuse_what_they_do_not_have() -> None:
         Lesson("trace", "nope").buffers()
     assert Lesson("trace").train(5) == [] and results("no-such-table") == []
     assert missing("a")[0]["result"] == "not measured yet"
+
+
+def test_a_notebook_starts_with_its_own_parameters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(IPython.display, "display", lambda bundle, **_: shown.append(bundle))
+    space: dict[str, Any] = {"other": 1}
+    exec('mode: str = "trace"\nwindow: int = 64\ndraws: int = 9\ntemplate: str = "dark"', space)
+    lesson = lessons.start(space)
+    assert (lesson.mode, lesson.window, lesson.sinks) == ("trace", 64, 4)
+    card = shown[0]["application/vnd.masw.environment+json"]
+    assert card["parameters"] == {"mode": "trace", "window": 64, "draws": 9, "template": "dark"}
+    assert capsys.readouterr().out.startswith("Recorded: traces of the pair smollm2")
+
+
+def test_a_table_tells_what_cannot_exist_from_what_was_not_measured() -> None:
+    nothing = dict.fromkeys(("speedup_predicted", "acceptance", "draft_ms", "draft_kv_ratio", "identical", "largest_logit_gap"))
+    nothing |= {"drafted_per_iteration": 0.0, "compared": 0}
+    assert {k for k, v in marked({"method": "none", **nothing}).items() if v == "—"} == set(nothing) - {
+        "drafted_per_iteration", "compared",
+    }  # fmt: skip
+    copied = marked({"method": "lookup", **nothing, "draft_ms": 0.1, "identical": 3, "compared": 3})
+    assert {k for k, v in copied.items() if v == "—"} == {"acceptance", "draft_kv_ratio", "largest_logit_gap"}
+    drafted = {"drafted_per_iteration": 5.0, "identical": 2, "compared": 3}
+    assert "—" not in marked({"method": "masw", **nothing, **drafted}).values()
+    assert "—" not in marked({"method": "hf", **nothing, **drafted}).values()  # a peer: it exists, nobody measured it
+    held = {r["method"]: r["draft KV (bytes)"] for r in trade_off([], Lesson().traces(METHODS))}
+    assert held["none"] == held["lookup"] == "—" and held["masw"] < held["full"]
 
 
 def test_result_tables_become_points() -> None:
