@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tarfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 
 from masw.trace import Trace
+from tests.browser import axe_source
 from tests.test_app import TEXT, trace_of
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -36,7 +36,6 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this ma
 ROOT = Path(__file__).parents[1]
 WAIT = 240_000  # ms; the machine may be busy
 SECRET = "zanzibarquokka"  # a word that must stay on its visitor's page
-AXE = "4.11.0"
 
 
 class Site:
@@ -332,20 +331,7 @@ def test_keyboard_alone_is_enough(page: Any, site: Site) -> None:
 
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = os.environ.get("MASW_AXE")
-    if path:
-        return Path(path).read_text(encoding="utf-8")
-    if shutil.which("npm") is None:
-        pytest.skip("neither MASW_AXE nor npm: no axe-core to check with")
-    folder = tmp_path_factory.mktemp("axe")
-    done = subprocess.run(["npm", "pack", f"axe-core@{AXE}", "--silent"], cwd=folder, capture_output=True, timeout=90)
-    archive = next(folder.glob("*.tgz"), None)
-    if done.returncode or archive is None:
-        pytest.skip("npm cannot fetch axe-core here")
-    with tarfile.open(archive) as file:
-        member = file.extractfile("package/axe.min.js")
-        assert member is not None
-        return member.read().decode()
+    return axe_source(tmp_path_factory.mktemp("axe"))
 
 
 @pytest.mark.parametrize("where", ["", "race", "inspect", "calculator", "explain"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,13 +17,25 @@ from masw.config import MemoryShape
 from masw.eagle import EagleHead, EagleInfo
 from masw.engine import Settings
 from masw.figures.base import COLOURS, GLYPHS, Drawn, canvas, cell, on, stepped
-from masw.figures.memory import state_count
 from masw.figures.timing import rounds_ms
 from masw.methods import METHODS, MemoryOptions
 from masw.metrics import summarise, wilson
 from masw.policies import Rows, evicted, expiry, visible
 from masw.session import RunOptions, Session, name_pieces
-from masw.timeline import FATES, STATES, fates, interleaved, raw_state, readers, sees, shape_of, slot_state, state_at, steps
+from masw.timeline import (
+    FATES,
+    STATES,
+    fates,
+    interleaved,
+    raw_state,
+    readers,
+    sees,
+    shape_of,
+    slot_state,
+    state_at,
+    state_count,
+    steps,
+)
 from masw.trace import Event, Trace
 from masw.zoo import load_pair
 
@@ -290,11 +303,51 @@ def test_colours_and_glyphs() -> None:
 
 
 def test_step_through_needs_no_kernel() -> None:
-    figure = stepped(canvas("x").add_bar(y=[1]), [go.Frame(data=[go.Bar(y=[i])]) for i in range(3)], ["a", "b", "c"])
-    raw = json.loads(figure.to_json())
+    bars = [go.Frame(data=[go.Bar(y=[i])]) for i in range(3)]
+    raw = json.loads(stepped(canvas("x").add_bar(y=[1]), bars, ["a", "b", "c"], shown=1).to_json())
     assert [f["name"] for f in raw["frames"]] == ["0", "1", "2"]
     assert [s["args"][0] for s in raw["layout"]["sliders"][0]["steps"]] == [["0"], ["1"], ["2"]]
-    assert len(raw["layout"]["updatemenus"][0]["buttons"]) == 3
+    players, step = raw["layout"]["updatemenus"]
+    assert len(players["buttons"]) == 3 and raw["layout"]["sliders"][0]["active"] == 1
+
+    def leads_to(buttons: list[dict[str, Any]]) -> list[str]:
+        return [name for b in buttons for name in b["args"][0]]
+
+    assert leads_to(step["buttons"]) == ["0", "2"]
+    assert [leads_to(f["layout"]["updatemenus"][1]["buttons"]) for f in raw["frames"]] == [["0", "1"], ["0", "2"], ["1", "2"]]
+
+
+def test_a_hatched_bar_of_many_colours_says_its_background(traces: dict[str, Trace]) -> None:
+    """plotly would take the list for one colour, and complain."""
+    for drawn in [*of_one(traces["masw"]), *of_many(traces), *of_rows("light")]:
+        for trace in drawn.figure.data:
+            marker = getattr(trace, "marker", None)
+            if trace.type == "bar" and marker.pattern.shape and not isinstance(marker.color, str):
+                assert isinstance(marker.pattern.bgcolor, str), drawn.caption
+
+
+def test_what_cannot_exist_is_told_from_what_was_not_measured() -> None:
+    trace = Trace.load(RECORDED["smollm2-masw"])
+    held = F.kv_map(trace).table
+    assert {row["evicted at step"] for row in held if row["state"] in ("sink", "slot")} == {"—"}
+    corrections = [row for row in F.token_strip(trace).table if row["fate"].startswith("correction")]
+    assert corrections and {row["q"] for row in corrections} == {row["min(1, p/q)"] for row in corrections} == {"—"}
+    shown = F.method_table([{"method": "none", "ms": "—"}, {"method": "hf", "ms": None}])
+    assert shown.figure.data[0].cells["values"][1] == ["—", "not measured"] and "does not apply" in shown.caption
+
+
+def test_the_guides_miniature_is_a_memory_that_can_be_built() -> None:
+    text = (Path(__file__).parents[1] / "data" / "samples" / "guide.md").read_text(encoding="utf-8")
+    found = re.search(r"miniature with S = (\d+), W = (\d+), r = (\d+)\. (.*)", text)
+    assert found
+    shape = MemoryShape(*(int(n) for n in found.groups()[:3]))
+
+    def seen(position: int, is_slot: bool) -> list[str]:
+        return [f"g_{j // 4}" if s else f"x_{j}" for j, s in interleaved(9, shape) if sees(position, is_slot, j, s, shape)]
+
+    assert seen(4, True) == ["x_0", "x_1", "x_2", "x_3", "g_1"]
+    assert sorted(seen(8, False)) == ["g_1", "g_2", "x_0", "x_5", "x_6", "x_7", "x_8"]
+    assert "sees the window x_0 to x_3, and itself. Later, x_8 sees x_0, x_5, x_6, x_7, itself, g_1 and g_2." in found[4]
 
 
 def test_parts_of_a_round_add_up(traces: dict[str, Trace]) -> None:

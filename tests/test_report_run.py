@@ -134,7 +134,7 @@ def test_the_page_opens_offline_with_every_figure_drawn(report: Path, width: int
     with opened(file_address(report / "report.html"), width=width, dark=dark) as seen:
         page = seen.page
         seen.wait("document.documentElement.dataset.figures === 'drawn'")
-        assert seen.errors == [] and seen.requests == [file_address(report / "report.html")]
+        assert seen.errors == seen.said == [] and seen.requests == [file_address(report / "report.html")]
         assert page.evaluate("[...document.querySelectorAll('figure .plot')].every((p) => p.querySelector('.main-svg'))")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map((h) => +h.tagName[1])")

@@ -11,7 +11,7 @@ from parts.frame import escaped, facts, failure, gib, template
 from masw import figures, whatif
 from masw.config import MemoryShape, ModelConfig
 from masw.errors import MaswError, UsageError, plain_words
-from masw.figures.memory import log_axes
+from masw.figures.base import log_axes
 from masw.whatif import DTYPES, SHAPES, Prediction, Setting
 
 OWN = "config.json below"

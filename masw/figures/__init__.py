@@ -5,23 +5,13 @@ twin) comes out. `template` is "light" or "dark". No torch and no model is neede
 """
 
 from masw.figures.acceptance import acceptance_by_position, acceptance_histogram, failure_distance, rolling_acceptance
+from masw.figures.attention import projection_distance, slot_attention
 from masw.figures.base import COLOURS, CONFIG, GLYPHS, Drawn
-from masw.figures.memory import (
-    break_even,
-    calculator,
-    knob_rows,
-    kv_map,
-    memory_by_context,
-    memory_bytes,
-    memory_content,
-    projection_distance,
-    slot_attention,
-    slot_birth,
-    slot_sources,
-    visibility_mask,
-)
+from masw.figures.kvmap import kv_map
+from masw.figures.memory import break_even, calculator, knob_rows, memory_by_context, memory_bytes
 from masw.figures.player import play
 from masw.figures.results import accept_rule, acceptance_by_context, method_bars, method_table, training_curve
+from masw.figures.slots import memory_content, slot_birth, slot_sources, visibility_mask
 from masw.figures.timing import (
     first_token,
     latency_by_context,

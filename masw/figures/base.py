@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,18 @@ GLYPHS = {
     "accepted": "✓", "rejected": "✗", "correction": "↻", "bonus": "+", "pending": "…", "prompt": "¶", "target": "=",
     "sink": "▼", "slot": "◆", "selected": "★", "window": "■", "tentative": "?", "evicted": "×",
 }  # fmt: skip
+MEANING = {
+    "sink": "sink",
+    "slot": "memory slot",
+    "selected": "prompt entry kept by attention",
+    "window": "raw token in the window",
+    "tentative": "drafted, may be rolled back",
+    "evicted": "evicted",
+}  # of the states of a cache entry
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#888888", "#999933")
 SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+CONTROLS = 168  # px below a figure for its step-through
 METHOD_ORDER = ("none", "full", "masw", "window", "snapkv", "hybrid", "eagle", "lookup")
 
 _INK = {"light": "#1a1a1a", "dark": "#f0f0f0"}
@@ -155,31 +165,45 @@ def method_style(method: str) -> dict[str, Any]:
 
 
 def stepped(
-    figure: go.Figure, frames: Sequence[go.Frame], labels: Sequence[str], what: str = "step", ms: int = 500, redraw: bool = True
+    figure: go.Figure, frames: Sequence[go.Frame], labels: Sequence[str], what: str = "step", ms: int = 500, shown: int = 0
 ) -> go.Figure:
-    """Adds a slider, play (two speeds) and pause. Frames live in the figure, so no kernel is needed to step through them.
+    """Adds a slider, play (two speeds), pause, previous and next. Frames live in the figure, so no kernel is needed to step through them.
 
-    Frames that move points alone need no `redraw`; bars do.
+    `shown`: the frame that the figure itself looks like. A button of plotly can only jump to a frame by name, so each frame brings the
+    two step buttons that belong to it.
     """
-    named = [go.Frame(data=f.data, traces=f.traces, layout=f.layout, name=str(i)) for i, f in enumerate(frames)]
-    figure.frames = named
+    last = len(frames) - 1
 
-    def animate(names: list[str] | list[None] | None, duration: int, mode: str = "immediate") -> list[Any]:
-        timing = {"frame": {"duration": duration, "redraw": redraw}, "transition": {"duration": 0}, "fromcurrent": True}
-        return [names, {**timing, "mode": mode}]
+    def animate(names: list[str] | list[None] | None, duration: int) -> list[Any]:
+        # Bars need a redraw, and so do the step buttons.
+        timing = {"frame": {"duration": duration, "redraw": True}, "transition": {"duration": 0}, "fromcurrent": True}
+        return [names, {**timing, "mode": "immediate"}]
 
-    buttons = [("▶ play", animate(None, ms)), ("▶▶ fast", animate(None, ms // 4)), ("⏸ pause", animate([None], 0))]
+    def step_buttons(at: int) -> list[dict[str, Any]]:
+        to = (("◀ previous", max(0, at - 1)), ("next ▶", min(last, at + 1)))
+        return [{"label": label, "method": "animate", "args": animate([str(i)], 0)} for label, i in to]
+
+    figure.frames = [
+        go.Frame(data=f.data, traces=f.traces, layout={"updatemenus": [{}, {"buttons": step_buttons(i)}]}, name=str(i))
+        for i, f in enumerate(frames)
+    ]
+    players = [("▶ play", animate(None, ms)), ("▶▶ fast", animate(None, ms // 4)), ("⏸ pause", animate([None], 0))]
+    row = {
+        "type": "buttons", "direction": "left", "showactive": False, "x": 0, "xanchor": "left", "y": -0.12, "yanchor": "top",
+        "font": {"color": "#1a1a1a", "size": 12}, "bgcolor": "#eeeeee",
+    }  # fmt: skip
     figure.update_layout(
         updatemenus=[
             {
-                "type": "buttons", "direction": "left", "showactive": False, "x": 0, "xanchor": "left", "y": -0.12, "yanchor": "top",
-                "pad": {"t": 34, "r": 8}, "font": {"color": "#1a1a1a", "size": 12}, "bgcolor": "#eeeeee",
-                "buttons": [{"label": label, "method": "animate", "args": args} for label, args in buttons],
-            }
+                **row,
+                "pad": {"t": 34, "r": 8},
+                "buttons": [{"label": label, "method": "animate", "args": args} for label, args in players],
+            },
+            {**row, "pad": {"t": 72, "r": 8}, "buttons": step_buttons(shown)},
         ],
         sliders=[
             {
-                "active": 0, "x": 0, "len": 1.0, "y": -0.12, "yanchor": "top", "pad": {"t": 76, "b": 8}, "ticklen": 0,
+                "active": shown, "x": 0, "len": 1.0, "y": -0.12, "yanchor": "top", "pad": {"t": 114, "b": 8}, "ticklen": 0,
                 "minorticklen": 0, "font": {"color": "rgba(0,0,0,0)", "size": 1},
                 "currentvalue": {"prefix": f"{what} ", "xanchor": "right", "font": {"size": 13, "color": figure.layout.font.color}},
                 "steps": [
@@ -188,8 +212,19 @@ def stepped(
             }
         ],
     )  # fmt: skip
-    figure.update_layout(height=(figure.layout.height or 420) + 130, margin={"b": 190})
+    figure.update_layout(height=(figure.layout.height or 420) + CONTROLS, margin={"b": 60 + CONTROLS})
     return figure
+
+
+def log_axes(figure: go.Figure, contexts: Sequence[int]) -> None:
+    """A logarithmic context axis with its ticks at powers of two."""
+    ticks = [2**i for i in range(max(0, int(math.log2(max(1, min(contexts))))), math.ceil(math.log2(max(2, *contexts))) + 1)]
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
+
+
+def span(a: int, b: int) -> str:
+    """The numbers [a, b) in words: `3`, or `3-7`."""
+    return str(a) if b - a == 1 else f"{a}-{b - 1}"
 
 
 def describe_run(header: Mapping[str, Any]) -> str:

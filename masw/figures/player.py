@@ -6,7 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from masw.figures.base import CONFIG, Drawn
+from masw.figures.base import CONFIG, CONTROLS, Drawn
 
 SPEEDS = {"slow": 1200, "normal": 500, "fast": 120}  # ms a step
 
@@ -56,7 +56,7 @@ def play(drawn: Drawn, on: bool = True) -> None:
 def still(figure: go.Figure, index: int) -> go.Figure:
     """The figure as frame `index` shows it, without slider and buttons."""
     made = go.Figure(data=figure.data, layout=figure.layout)
-    made.update_layout(sliders=[], updatemenus=[], margin={"b": 60}, height=max(220, (figure.layout.height or 400) - 130))
+    made.update_layout(sliders=[], updatemenus=[], margin={"b": 60}, height=max(220, (figure.layout.height or 400) - CONTROLS))
     frame = figure.frames[index]
     for which, data in zip(frame.traces or range(len(frame.data)), frame.data, strict=True):
         made.data[which].update({k: v for k, v in data.to_plotly_json().items() if k != "type"})

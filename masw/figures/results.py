@@ -7,6 +7,7 @@ from typing import Any
 
 from masw.figures.base import COLOURS, Drawn, canvas, cell, empty, grid, ink, method_style, paper, style
 from masw.figures.timing import sweep
+from masw.metrics import NOT_APPLICABLE
 
 
 def accept_rule(rows: Sequence[Mapping[str, Any]], *, template: str = "light") -> Drawn:
@@ -80,13 +81,15 @@ def training_curve(
                 opacity=0.6,
             )
         window: float | None = None
+        rows_alone = 0
         points: list[tuple[int, float, int]] = []
         for r in (r for r in lines if r.get("kind") == "measure"):
             mine = [row for row in r["rows"] if row["method"] == "masw"]
             alone = [row for row in r["rows"] if row["method"] == "window"]
             if mine:
                 points.append((r["tokens"], sum(row[value] for row in mine) / len(mine), sum(row["n"] for row in mine)))
-            window = sum(row[value] for row in alone) / len(alone) if alone else window
+            if alone:
+                window, rows_alone = sum(row[value] for row in alone) / len(alone), sum(row["n"] for row in alone)
         if points:
             figure.add_scatter(
                 x=[t / 1e3 for t, _, _ in points],
@@ -104,7 +107,9 @@ def training_curve(
                 name=f"{name}, window alone",
                 line={"color": look["line"]["color"], "dash": "dot", "width": 1},
             )
-            table.append({"run": name, "tokens": None, "measure": "held out, window alone", value: window, "n": None})
+            table.append(
+                {"run": name, "tokens": NOT_APPLICABLE, "measure": "held out, window alone", value: window, "n": rows_alone}
+            )
         table += [{"run": name, "tokens": x, "measure": "training", value: y, "n": smooth} for x, y in zip(xs, ys, strict=True)]
     if not table:
         return empty(title, "The log has no step and no measure yet.", template=template)
@@ -191,7 +196,8 @@ def method_table(
     title: str = "Methods beside each other",
     template: str = "light",
 ) -> Drawn:
-    """A result table as a figure. `columns` maps fields to headings with units; default: all fields."""
+    """A result table as a figure. `columns` maps fields to headings with units; default: all fields. A cell that is None was not
+    measured; NOT_APPLICABLE stands where there is nothing to measure."""
     import plotly.graph_objects as go
 
     if not rows:
@@ -221,9 +227,10 @@ def method_table(
         )
     )
     figure.update_layout(margin={"l": 12, "r": 12, "b": 12})
+    dash = any(r.get(n) == NOT_APPLICABLE for r in rows for n in names)
     return Drawn(
         figure,
-        title,
+        title + (f". {NOT_APPLICABLE}: does not apply to this row." if dash else ""),
         f"A table of {len(rows)} rows and the columns {', '.join(names.values())}.",
         [{h: r.get(n) for n, h in names.items()} for r in rows],
     )

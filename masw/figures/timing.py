@@ -7,8 +7,7 @@ from statistics import quantiles
 from typing import Any
 
 from masw import cost
-from masw.figures.base import Drawn, canvas, describe_run, empty, ink, method_style, paper, style
-from masw.figures.memory import log_axes
+from masw.figures.base import Drawn, canvas, describe_run, empty, ink, log_axes, method_style, paper, style
 from masw.metrics import summarise
 from masw.trace import Trace
 

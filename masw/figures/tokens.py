@@ -10,6 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from masw.figures.base import COLOURS, GLYPHS, Drawn, canvas, describe_run, empty, legend_entries, on, outline, stepped
+from masw.metrics import NOT_APPLICABLE
 from masw.timeline import FATES, Token, fates
 from masw.trace import Trace
 
@@ -141,8 +142,7 @@ def _play(figure: go.Figure, tokens: list[Token], widths: list[float]) -> None:
         go.Frame(data=[go.Bar(x=[w if t.round <= now else None for t, w in zip(tokens, widths, strict=True)])], traces=[0])
         for now in chosen
     ]
-    stepped(figure, frames, [str(r) for r in chosen], "round")
-    figure.layout.sliders[0].active = len(chosen) - 1
+    stepped(figure, frames, [str(r) for r in chosen], "round", shown=len(chosen) - 1)
 
 
 def _hover(t: Token, piece: str, greedy: bool) -> str:
@@ -159,6 +159,7 @@ def _hover(t: Token, piece: str, greedy: bool) -> str:
 
 
 def _row(t: Token, piece: str) -> dict[str, Any]:
+    drafted = t.fate in ("accepted", "rejected", "pending")
     return {
         "step": t.step,
         "round": t.round,
@@ -166,7 +167,7 @@ def _row(t: Token, piece: str) -> dict[str, Any]:
         "token": visible(piece),
         "id": t.id,
         "fate": MEANING[t.fate],
-        "p": t.p,
-        "q": t.q,
-        "min(1, p/q)": t.accept,
+        "p": NOT_APPLICABLE if t.fate == "pending" else t.p,
+        "q": t.q if drafted else NOT_APPLICABLE,
+        "min(1, p/q)": t.accept if drafted and t.fate != "pending" else NOT_APPLICABLE,
     }

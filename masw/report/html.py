@@ -150,9 +150,9 @@ def _output(output: Any, figure_id: str) -> str:
     from nbconvert.filters import ansi2html
 
     if output.output_type == "stream":
-        return f'<pre class="stream">{ansi2html(output.text)}</pre>'
+        return f'<pre class="stream" tabindex="0">{ansi2html(output.text)}</pre>'
     if output.output_type == "error":
-        return f'<pre class="stream failed">{ansi2html(chr(10).join(output.traceback))}</pre>'
+        return f'<pre class="stream failed" tabindex="0">{ansi2html(chr(10).join(output.traceback))}</pre>'
     data, about = output.data, output.get("metadata", {})
     if PLOTLY_MIME in data:
         alt = about.get(PLOTLY_MIME, {}).get("masw", {}).get("alt") or "Figure without a description."
@@ -175,7 +175,7 @@ def _output(output: Any, figure_id: str) -> str:
         if mime in data:
             alt = escape(about.get(mime, {}).get("alt", "Image without a description."))
             return f'<img alt="{alt}" src="data:{mime};base64,{"".join(data[mime].split())}">'
-    return f'<pre class="stream">{escape(data["text/plain"])}</pre>' if "text/plain" in data else ""
+    return f'<pre class="stream" tabindex="0">{escape(data["text/plain"])}</pre>' if "text/plain" in data else ""
 
 
 def _code(source: str) -> str:

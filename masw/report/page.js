@@ -46,6 +46,26 @@
     return layout;
   }
 
+  // plotly's buttons are drawings: here they take the focus and answer to Enter and Space, also after they were drawn anew.
+  function reachable(plot) {
+    const buttons = [...plot.querySelectorAll(".updatemenu-button")];
+    for (const made of buttons) {
+      made.setAttribute("tabindex", "0");
+      made.setAttribute("role", "button");
+      made.setAttribute("aria-label", made.textContent.replace(/[^a-z ]/gi, "").trim());
+    }
+    if (document.activeElement === document.body) buttons[plot.dataset.pressed]?.focus({ preventScroll: true });
+  }
+
+  function pressed(event) {
+    const made = event.target.closest?.(".updatemenu-button"), plot = made?.closest(".plot");
+    if (!plot) return;
+    if (event.key !== "Enter" && event.key !== " ") return;
+    plot.dataset.pressed = [...plot.querySelectorAll(".updatemenu-button")].indexOf(made);
+    event.preventDefault();
+    made.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+  }
+
   async function draw(element, turn) {
     const plot = element.querySelector(".plot");
     element.masw ??= JSON.parse(element.querySelector("script").textContent);
@@ -55,6 +75,8 @@
     const margin = layout.title ? { ...layout.margin, t: Math.max(16, (layout.margin?.t ?? 100) - 36) } : layout.margin;
     const shown = { ...broken(layout, plot.clientWidth), title: undefined, margin, width: undefined, autosize: true }; // the title stands above, as text
     await Plotly.newPlot(plot, { data, frames, layout: shown, config: { ...config, responsive: true, displaylogo: false, showSendToCloud: false } });
+    reachable(plot);
+    plot.on("plotly_afterplot", () => reachable(plot));
     element.dataset.drawn = String(turn);
   }
 
@@ -80,6 +102,7 @@
     drawAll();
   }
 
+  document.addEventListener("keydown", pressed);
   button.addEventListener("click", () => { chosen = !dark(); apply(); });
   system.addEventListener("change", apply);
   apply();

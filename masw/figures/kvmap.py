@@ -1,0 +1,192 @@
+"""The KV map: the life of every entry of a draft's memory over a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+
+from masw.config import MemoryShape
+from masw.figures.base import GLYPHS, MEANING, Drawn, canvas, describe_run, empty, ink, span, stepped, swatch
+from masw.metrics import NOT_APPLICABLE
+from masw.timeline import STATES, Step, entry_bytes, raw_state, shape_of, slot_state, steps
+from masw.trace import Trace
+
+MOST_FRAMES = 80
+
+
+def kv_map(
+    trace: Trace,
+    *,
+    rows: int = 120,
+    first: int | None = None,
+    last: int | None = None,
+    play: bool = False,
+    template: str = "light",
+) -> Drawn:
+    """Life of every entry of the draft's memory: a row an entry, the x axis the steps. Bars are runs of one state.
+
+    Entries of raw tokens [first, last) (default: all) and of the slots whose boundary lies among them. Neighbours share a row when
+    there are more than `rows`; a row then shows the state of its oldest entry, and the hover says which entries those are.
+    """
+    title = "KV map: what the draft's memory holds, step by step"
+    shape, all_steps = shape_of(trace), steps(trace)
+    if shape is None:
+        return empty(title, "Nothing is held: no model drafts with this method.", template=template)
+    if not all_steps or not any(s.tokens for s in all_steps):
+        return empty(title, "The draft has read nothing yet.", template=template)
+    most = max(s.tokens for s in all_steps)
+    lo, hi = max(0, first or 0), most if last is None else min(last, most)
+    groups = _groups(lo, max(lo + 1, hi), max(s.slots for s in all_steps), shape, rows)
+    size = entry_bytes(trace)
+    runs: list[dict[str, Any]] = []
+    for row, (is_slot, a, b) in enumerate(groups):
+        runs += _runs(row, is_slot, a, b, all_steps, shape, size)
+    kept = next((s for s in all_steps if s.selected), None)
+    if kept is not None and lo == 0:  # as many in each layer and head, not the same ones: a row of its own
+        run: dict[str, Any] = {"row": len(groups), "entry": f"{kept.selected:,} selected", "state": "selected"}
+        run |= {"source tokens": "prompt; differ by layer and head", "from": kept.index, "to": len(all_steps)}
+        run |= {"written at step": kept.index, "evicted at step": None}
+        runs.append({**run, "bytes": None if size is None else kept.selected * size})
+    if not runs:
+        return empty(title, "The draft has read nothing of this range yet.", template=template)
+    figure = canvas(
+        title,
+        x="step (chunk read, token drafted, round settled)",
+        y="entry, by raw token position",
+        template=template,
+        height=max(320, min(720, 150 + 5 * len(groups))),
+    )
+    for state in STATES:
+        mine = [r for r in runs if r["state"] == state]
+        if mine:
+            figure.add_bar(
+                y=[r["row"] for r in mine],
+                base=[r["from"] - 0.5 for r in mine],
+                x=[r["to"] - r["from"] for r in mine],
+                orientation="h",
+                width=1.0 if len(groups) > 60 else 0.86,
+                marker=swatch(state, template) if len(groups) <= 60 else {**swatch(state, template), "line": {"width": 0}},
+                name=f"{GLYPHS[state]} {MEANING[state] if state != 'window' or shape.window is not None else 'raw token'}",
+                hovertext=[_run_text(r) for r in mine],
+                hoverinfo="text",
+            )
+    figure.add_scatter(
+        x=[len(all_steps) - 1] * 2,
+        y=[-0.5, len(groups) - 0.5],
+        mode="lines",
+        line={"color": ink(template), "width": 1, "dash": "dot"},
+        hoverinfo="skip",
+        showlegend=False,
+        name="cursor",
+    )
+    every = max(1, len(groups) // 14)
+    ticks, extra = list(range(0, len(groups), every)), runs[-1]["state"] == "selected"
+    labels = [_name(*groups[i]) for i in ticks] + ["selected"] * extra
+    ticks += [len(groups)] * extra
+    figure.update_yaxes(tickvals=ticks, ticktext=labels, range=[len(groups) - 0.5 + extra, -0.5], showgrid=False)
+    figure.update_xaxes(range=[-0.5, len(all_steps) - 0.5], tickformat="d")
+    figure.update_layout(barmode="overlay", bargap=0)
+    prefills = sum(s.kind == "prefill" for s in all_steps)
+    if prefills and prefills < len(all_steps):
+        figure.add_vline(
+            x=prefills - 0.5,
+            line={"color": ink(template), "width": 1},
+            annotation={"text": "drafting starts", "font": {"size": 11}},
+        )
+    if play:
+        _cursor(figure, all_steps, len(groups))
+    end = all_steps[-1]
+    grouped = (
+        f" Each row stands for up to {max(b - a for _, a, b in groups)} neighbours."
+        if any(b - a > 1 for _, a, b in groups)
+        else ""
+    )
+    return Drawn(
+        figure,
+        f"Every entry from the step that wrote it to the step that dropped it ({describe_run(trace.header)}).{grouped}"
+        + ("" if size is None else f" One entry takes {size:,} bytes over all layers."),
+        f"Rows are cache entries, columns are {len(all_steps)} steps. At the end the draft has read {end.tokens:,} tokens and holds "
+        f"{end.tokens - end.evicted:,} of them raw and {end.slots:,} slots; {end.evicted:,} raw tokens have been evicted.",
+        [_row(r) for r in runs],
+    )
+
+
+def _groups(lo: int, hi: int, slots: int, shape: MemoryShape, rows: int) -> list[tuple[bool, int, int]]:
+    """(is slot, first, behind last) of each row: sinks, then slots by number, then raw tokens, the last window of them in finer rows."""
+    compact = shape.window is not None
+    found = [(False, i, i + 1) for i in range(lo, min(shape.sinks, hi))] if compact else []
+    stride = shape.stride or 0
+    numbers = range(max(1, -(-(lo + 1) // stride)), min(slots, hi // stride) + 1) if stride else range(0)
+    start = max(lo, shape.sinks if compact else 0)
+    tail = max(start, hi - (shape.window or 0) - 64) if compact else hi
+    parts = [(True, numbers.start, numbers.stop, 0.3), (False, start, tail, 0.3), (False, tail, hi, 0.4)]
+    parts = [part for part in parts if part[2] > part[1]]
+    room = max(3, rows - len(found)) / max(1e-9, sum(part[3] for part in parts))
+    for is_slot, a, b, share in parts:
+        width = math.ceil((b - a) / max(1, int(room * share)))
+        found += [(is_slot, i, min(i + width, b)) for i in range(a, b, width)]
+    return found
+
+
+def _runs(
+    row: int, is_slot: bool, a: int, b: int, all_steps: Sequence[Step], shape: MemoryShape, size: int | None
+) -> list[dict[str, Any]]:
+    states = [slot_state(a, s, shape) if is_slot else raw_state(a, s, shape) for s in all_steps]
+    edges = [0, *(i for i, (x, y) in enumerate(pairwise(states), 1) if x != y), len(states)]
+    written = next((i for i, s in enumerate(states) if s), None)
+    gone = next((i for i, s in enumerate(states) if s == "evicted"), None)
+    stride = shape.stride or 1
+    what = _name(is_slot, a, b)
+    source = f"{(a - 1) * stride}-{(b - 1) * stride - 1}" if is_slot else span(a, b)
+    return [
+        {
+            "row": row,
+            "entry": what,
+            "state": states[i],
+            "source tokens": source,
+            "from": i,
+            "to": j,
+            "written at step": written,
+            "evicted at step": gone,
+            "bytes": None if size is None else (0 if states[i] == "evicted" else (b - a) * size),
+        }
+        for i, j in pairwise(edges)
+        if states[i]
+    ]
+
+
+def _row(run: Mapping[str, Any]) -> dict[str, Any]:
+    row = {k: v for k, v in run.items() if k != "row"}
+    return row if row["evicted at step"] is not None else {**row, "evicted at step": NOT_APPLICABLE}
+
+
+def _run_text(r: Mapping[str, Any]) -> str:
+    left = "still there at the end" if r["evicted at step"] is None else f"evicted at step {r['evicted at step']}"
+    if r["entry"].startswith("slot") or r["state"] in ("sink", "selected"):
+        left = "never evicted"
+    size = "" if r["bytes"] is None else f"<br>{r['bytes']:,} bytes held"
+    when = f"step {r['from']}" if r["to"] - r["from"] == 1 else f"steps {r['from']} to {r['to'] - 1}"
+    return (
+        f"<b>{r['entry']}</b>: {MEANING[r['state']]}, {when}<br>source tokens {r['source tokens']}"
+        f"<br>written at step {r['written at step']}, {left}{size}"
+    )
+
+
+def _name(is_slot: bool, a: int, b: int) -> str:
+    return f"{'slot' if is_slot else 'x'} {span(a, b)}"
+
+
+def _cursor(figure: go.Figure, all_steps: Sequence[Step], rows: int) -> None:
+    every = math.ceil(len(all_steps) / MOST_FRAMES)
+    chosen = all_steps[::every]
+    which = len(figure.data) - 1
+    frames = [go.Frame(data=[go.Scatter(x=[s.index] * 2, y=[-0.5, rows - 0.5])], traces=[which]) for s in chosen]
+    labels = [
+        f"{s.index} ({'prefill' if s.kind == 'prefill' else f'round {s.round}, {s.kind}'}): {s.tokens:,} read, {s.slots:,} slots"
+        for s in chosen
+    ]
+    stepped(figure, frames, labels, "step", ms=300)
