@@ -232,6 +232,15 @@ def test_two_numbers_of_one_name_are_refused(tmp_path: Path) -> None:
     assert not made.complete and "two numbers are called 'x'" in made.outcomes[0].error
 
 
+def test_output_that_comes_long_after_the_reply_is_waited_for(tmp_path: Path) -> None:
+    """As on a busy machine: the kernel's reply is there, what its cell printed follows seconds later."""
+    late = "import time\nget_ipython().kernel.iopub_thread.schedule(lambda: time.sleep(7))\nprint('late')"
+    write(tmp_path, "01_late", late, "raise ValueError('off')")
+    made = execute(*choose([], tmp_path), {}, tmp_path)
+    assert made.status == "failed" and "cell 2 (Part one): ValueError: off" in made.error
+    assert [o.text for c in made.notebook.cells if c.cell_type == "code" for o in c.outputs if "text" in o] == ["late\n"]
+
+
 def test_timeout_dead_kernel_and_stop_keep_what_ran(tmp_path: Path) -> None:
     write(tmp_path, "01_long", "print('begun')", "import time\ntime.sleep(300)")
     write(tmp_path, "02_dies", "print('begun')", "import os\nos._exit(9)")

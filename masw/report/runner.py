@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import signal
 import threading
@@ -73,7 +74,7 @@ def execute(
     logging.getLogger("papermill").setLevel(logging.CRITICAL + 1)
     path, prepared = folder / f"{source.name}.ipynb", folder / f".{source.name}.input.ipynb"
     nbformat.write(_with_values(source, values), prepared)
-    started, died_of = time.monotonic(), ""
+    started, died_of, patience = time.monotonic(), "", math.ceil(timeout_s) + 60
     pids: list[int] = []
     raised: list[BaseException] = []
     with open(folder / f".{source.name}.kernel.log", "wb") as log:
@@ -86,6 +87,10 @@ def execute(
                     kernel_name=kernel,
                     kernel_manager_class=_manager_class(pids, log, folder),
                     progress_bar=progress,
+                    # One limit alone, `timeout_s`: papermill would give a kernel 60 s to start and a reply's output 4 s to come,
+                    # which a busy machine does not keep.
+                    start_timeout=patience,
+                    iopub_timeout=patience,
                     store_widget_state=False,  # five megabytes of script for each plotly widget
                 )
             except BaseException as error:
