@@ -30,7 +30,7 @@ BENCH_COLUMNS = {
 
 def results(name: str) -> list[dict[str, Any]]:
     """Rows of data/results/NAME.jsonl, without headers; none when it is not there (yet)."""
-    path = _folder() / f"{name}.jsonl"
+    path = results_folder() / f"{name}.jsonl"
     return [row for row in read_lines(path) if row.get("type", "row") not in ("header", "session")] if path.is_file() else []
 
 
@@ -38,7 +38,7 @@ def ablations(pair: str) -> tuple[list[dict[str, Any]], dict[str, list[dict[str,
     """Rows of the pair's table of ablations and its loss curves by recipe (docs/TRAINING.md); empty while there is none."""
     from masw import ablations as table
 
-    lines = table.read(_folder() / f"ablations_{pair}.jsonl")
+    lines = table.read(results_folder() / f"ablations_{pair}.jsonl")
     return table.rows(lines), table.curves(lines)
 
 
@@ -46,7 +46,7 @@ def bench_lines(pair: str) -> list[dict[str, Any]]:
     """Lines of the pair's benchmark tables in data/results (docs/BENCH.md): a set, a context and a method each. Tables with an adaptive
     gamma stay out: their rows have the names of those with a fixed one."""
     found = []
-    for path in sorted(_folder().glob("**/*.jsonl")):
+    for path in sorted(results_folder().glob("**/*.jsonl")):
         head, *rows = read_lines(path)
         about = head.get("definition", {})
         if about.get("pair") == pair and not about.get("adaptive"):
@@ -125,7 +125,7 @@ def _inapplicable(line: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _folder() -> Path:
+def results_folder() -> Path:
     from masw.session import data_folder
 
     return data_folder() / "results"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from masw import ablations, lessons
+from masw import ablations, tables
 from masw.curriculum import Stage
 from masw.errors import UsageError
 
@@ -144,10 +144,10 @@ def test_the_plan_alone(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_notebooks_read_the_table(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lessons, "recorded_folder", lambda: tmp_path / "traces")
-    assert lessons.ablations("tiny") == ([], {})
+    monkeypatch.setattr(tables, "results_folder", lambda: tmp_path / "results")
+    assert tables.ablations("tiny") == ([], {})
     assert call("--only", "random", "--results", str(tmp_path / "results" / "ablations_tiny.jsonl")) == 0
-    rows, curves = lessons.ablations("tiny")
+    rows, curves = tables.ablations("tiny")
     assert [row["recipe"] for row in rows] == ["full", "window", "random"] and list(curves) == ["random"]
 
 
