@@ -33,7 +33,7 @@ MEANING = {
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#888888", "#999933")
 SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-CONTROLS = 168  # px below a figure for its step-through
+AXIS, CONTROLS = 56, 150  # px below a plot for its axis and, under that, the step-through
 METHOD_ORDER = ("none", "full", "masw", "window", "snapkv", "hybrid", "eagle", "lookup")
 
 _INK = {"light": "#1a1a1a", "dark": "#f0f0f0"}
@@ -189,21 +189,21 @@ def stepped(
     ]
     players = [("▶ play", animate(None, ms)), ("▶▶ fast", animate(None, ms // 4)), ("⏸ pause", animate([None], 0))]
     row = {
-        "type": "buttons", "direction": "left", "showactive": False, "x": 0, "xanchor": "left", "y": -0.12, "yanchor": "top",
+        "type": "buttons", "direction": "left", "showactive": False, "x": 0, "xanchor": "left", "y": 0, "yanchor": "top",
         "font": {"color": "#1a1a1a", "size": 12}, "bgcolor": "#eeeeee",
     }  # fmt: skip
     figure.update_layout(
         updatemenus=[
             {
                 **row,
-                "pad": {"t": 34, "r": 8},
+                "pad": {"t": AXIS, "r": 8},
                 "buttons": [{"label": label, "method": "animate", "args": args} for label, args in players],
             },
-            {**row, "pad": {"t": 72, "r": 8}, "buttons": step_buttons(shown)},
+            {**row, "pad": {"t": AXIS + 38, "r": 8}, "buttons": step_buttons(shown)},
         ],
         sliders=[
             {
-                "active": shown, "x": 0, "len": 1.0, "y": -0.12, "yanchor": "top", "pad": {"t": 114, "b": 8}, "ticklen": 0,
+                "active": shown, "x": 0, "len": 1.0, "y": 0, "yanchor": "top", "pad": {"t": AXIS + 76, "b": 8}, "ticklen": 0,
                 "minorticklen": 0, "font": {"color": "rgba(0,0,0,0)", "size": 1},
                 "currentvalue": {"prefix": f"{what} ", "xanchor": "right", "font": {"size": 13, "color": figure.layout.font.color}},
                 "steps": [
@@ -212,7 +212,7 @@ def stepped(
             }
         ],
     )  # fmt: skip
-    figure.update_layout(height=(figure.layout.height or 420) + CONTROLS, margin={"b": 60 + CONTROLS})
+    figure.update_layout(height=(figure.layout.height or 420) + CONTROLS, margin={"b": AXIS + CONTROLS})
     return figure
 
 

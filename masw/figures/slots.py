@@ -35,7 +35,7 @@ def slot_birth(pieces: Sequence[str], shape: MemoryShape, *, per_line: int = 12,
     stride = shape.stride or 1
     columns = [i % per_line for i in range(len(order))]
     lines = [i // per_line for i in range(len(order))]
-    figure = canvas("How a memory fills: sinks, window, slots", template=template, height=120 + 62 * (lines[-1] + 1))
+    figure = canvas("How a memory fills: sinks, window, slots", template=template, height=190 + 62 * (lines[-1] + 1))
 
     def look(read: int) -> dict[str, Any]:
         states = [
