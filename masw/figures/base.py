@@ -33,7 +33,7 @@ MEANING = {
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#888888", "#999933")
 SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-AXIS, CONTROLS = 56, 150  # px below a plot for its axis and, under that, the step-through
+AXIS, CONTROLS = 72, 166  # px below a plot for its axis and, under that, the step-through
 METHOD_ORDER = ("none", "full", "masw", "window", "snapkv", "hybrid", "eagle", "lookup")
 
 _INK = {"light": "#1a1a1a", "dark": "#f0f0f0"}
@@ -187,7 +187,7 @@ def stepped(
         go.Frame(data=f.data, traces=f.traces, layout={"updatemenus": [{}, {"buttons": step_buttons(i)}]}, name=str(i))
         for i, f in enumerate(frames)
     ]
-    players = [("▶ play", animate(None, ms)), ("▶▶ fast", animate(None, ms // 4)), ("⏸ pause", animate([None], 0))]
+    players = [("▶ play", animate(None, ms)), ("▶▶ fast", animate(None, ms // 4)), ("❚❚ pause", animate([None], 0))]
     row = {
         "type": "buttons", "direction": "left", "showactive": False, "x": 0, "xanchor": "left", "y": 0, "yanchor": "top",
         "font": {"color": "#1a1a1a", "size": 12}, "bgcolor": "#eeeeee",
@@ -212,7 +212,7 @@ def stepped(
             }
         ],
     )  # fmt: skip
-    figure.update_layout(height=(figure.layout.height or 420) + CONTROLS, margin={"b": AXIS + CONTROLS})
+    figure.update_layout(height=(figure.layout.height or 420) + CONTROLS, margin={"b": 56 + CONTROLS})
     return figure
 
 

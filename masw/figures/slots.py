@@ -81,7 +81,8 @@ def slot_birth(pieces: Sequence[str], shape: MemoryShape, *, per_line: int = 12,
     legend_entries(figure, ("sink", "window", "slot", "evicted"), MEANING, template)
     figure.update_xaxes(visible=False, range=[-0.55, per_line - 0.45], fixedrange=True)
     figure.update_yaxes(visible=False, range=[lines[-1] + 0.5, -0.5], fixedrange=True)
-    figure.update_layout(barmode="overlay", margin={"l": 12, "r": 12, "b": 16})
+    # Letters shrink with their bars: a page that is narrower had better scroll.
+    figure.update_layout(barmode="overlay", margin={"l": 12, "r": 12, "b": 16}, meta={"min_width": 60 * per_line})
     frames = [go.Frame(data=[go.Bar(**look(read))], traces=[0]) for read in range(1, len(pieces) + 1)]
     stepped(figure, frames, [f"{n} tokens read" for n in range(1, len(pieces) + 1)], "after", ms=700, shown=len(pieces) - 1)
     table = []
