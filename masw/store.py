@@ -183,6 +183,33 @@ def locate_any(model: Reference) -> Path | None:
     return folder if folder and read_about(folder) else locate(model)
 
 
+SMALL_BYTES = 1 << 25  # files up to this size are hashed whenever a model is loaded
+
+
+def check_quickly(model: Reference) -> None:
+    """What can be told of a cached model in a moment: whether its small files (config, tokenizer) have their recorded SHA-256. A file
+    that is gone or cut is fetched again by `obtain`; the weights' header is judged when they are read, their content by `verify`.
+
+    Raises MaswError (one line) for a damaged one.
+    """
+    if model.source is None or model.source.packaged is None:
+        return
+    folder = cache_root() / "models" / model.source.alias
+    about = read_about(folder)
+    if about is None or not _whole(folder, model.source.packaged):
+        return
+    for name, recorded in about["files"].items():
+        if recorded["bytes"] <= SMALL_BYTES and sha256_file(folder / name) != recorded["sha256"]:
+            raise damaged(model, folder / name, "its content is not what was fetched")
+
+
+def damaged(model: Reference, path: Path, what: str) -> MaswError:
+    return MaswError(
+        f"{model.name} is damaged on disk: {path} ({what}); `masw models verify {model.name}` reads every file, "
+        f"`masw models fetch {model.name}` fetches what is broken again"
+    )
+
+
 def _check(model: Reference, folder: Path) -> Iterator[FileCheck]:
     about = read_about(folder)
     recorded = {n: f["sha256"] for n, f in about["files"].items()} if about else hub.recorded_hashes(folder)

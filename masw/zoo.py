@@ -30,7 +30,7 @@ from masw.convert import read_about
 from masw.decoder import Decoder
 from masw.errors import UsageError
 from masw.packages import Notice, Progress, ProgressBar, print_notice
-from masw.store import FileCheck, Status, cache_root, fetch, locate, obtain, path, status, verify
+from masw.store import FileCheck, Status, cache_root, check_quickly, damaged, fetch, locate, obtain, path, status, verify
 from masw.tokenizer import AnyTokenizer, ByteTokenizer, Tokenizer, difference
 from masw.weights import load_weights, parameter_count, random_weights, read_config
 
@@ -135,9 +135,11 @@ def load_pair(
     """Fetches what is missing and loads draft and target onto `device` in `dtype`.
 
     A pair of one model shares its decoder. `progress` as in `fetch`. Raises UsageError for an unknown name, tokenizers that
-    differ, or too little memory; MaswError if a model cannot be fetched.
+    differ, or too little memory; MaswError if a model cannot be fetched or is damaged on disk.
     """
     names = resolve_pair(spec)
+    for model in distinct(names):
+        check_quickly(model)
     known = _check_memory(spec, device, dtype)
     with ProgressBar() as bar:
         show = progress or bar
@@ -173,7 +175,13 @@ def _load(
             raise UsageError(
                 f"{model.name}: {tokenizer.size:,} tokens in the tokenizer, {config.vocab:,} in the model; fetch it again"
             )
-        weights = load_weights(folder, config, device, dtype, lambda what, n, of: progress(f"{what} {model.name}", n, of))
+        try:
+            weights = load_weights(folder, config, device, dtype, lambda what, n, of: progress(f"{what} {model.name}", n, of))
+        except UsageError as error:
+            if model.source is None or model.source.packaged is None:
+                raise
+            # masw wrote these files: whatever does not fit in them is damage, not a wrong choice of model.
+            raise damaged(model, folder, str(error).partition(";")[0]) from None
         about = read_about(folder)
         provenance = {k: v for k, v in about.items() if k != "files"} if about else hub.provenance(folder)
     provenance = {"name": model.name, **provenance, "loaded_as": str(dtype).removeprefix("torch.")}

@@ -332,6 +332,43 @@ def test_version_and_help(masw) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("module", "name", "phrase"),
+    [
+        ("masw.documents", "read_file", "interrupted while report.txt was read; nothing was lost"),
+        ("masw.zoo", "load_pair", "interrupted while the models of tiny were fetched or loaded"),
+    ],
+)
+def test_an_interrupt_before_the_run_says_where(
+    masw, document: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, module: str, name: str, phrase: str
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(30)  # not waited for: the handler raises
+
+    monkeypatch.setattr(f"{module}.{name}", interrupted)
+    code, out, err = masw("run", document, "--pair", "tiny")
+    line = one_line(err)
+    assert code == 130 and out == "" and phrase.replace("report.txt", document.name) in line and "nothing was lost" in line
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_interrupt_anywhere_else(masw, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("masw.devices.resolve_device", interrupted)
+    code, out, err = masw("run", document, "--pair", "tiny")
+    assert (
+        code == 130
+        and out == ""
+        and one_line(err) == "masw: run: interrupted; files that were written are whole, nothing was lost"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_keeps_the_partial_answer(tmp_path: Path, document: Path, number: signal.Signals) -> None:
     trace = tmp_path / "partial.jsonl"
     command = [sys.executable, "-c", "from masw.cli import main; main()", "run", str(document), "--pair", "tiny"]

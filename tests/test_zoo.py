@@ -186,6 +186,25 @@ def test_damage_is_found_and_healed(fake: Source, home: Path) -> None:
     assert not row("fake").cached and not all(check.ok for check in zoo.verify())
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_damage_is_named_when_a_model_is_loaded(fake: Source, home: Path, name: str) -> None:
+    """A changed byte in a small file, or in the header of the weights; sizes are as recorded, so that nothing is fetched again."""
+    zoo.fetch("fake", no_progress)
+    file = home / "models" / "fake-model" / name
+    data = file.read_bytes()
+    at = data.index(b"model.embed") if name == "model.safetensors" else len(data) // 2
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(MaswError, match="fake-model is damaged on disk") as error:
+        zoo.load_pair("fake", CPU, torch.float32, no_progress)
+    said = str(error.value)
+    assert error.value.exit_code == 3 and "\n" not in said
+    assert "`masw models verify fake-model`" in said and "`masw models fetch fake-model`" in said
+    if name != "model.safetensors":
+        assert str(file) in said
+    zoo.fetch("fake", no_progress, lambda _: None)
+    assert file.read_bytes() == data and zoo.load_pair("fake", CPU, torch.float32, no_progress).draft.path
+
+
 def test_two_at_once_fetch_once(fake: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     real, both = packages._download, threading.Event()

@@ -5,14 +5,34 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import Any
 
 import typer
+import typer.core
 
 from masw.cli import app as dashboard
 from masw.cli import bench, doctor, evaluate, models, report, run, train, train_eagle
-from masw.errors import MaswError, plain_words
+from masw.errors import Cancelled, MaswError, plain_words
+
+
+class Commands(typer.core.TyperGroup):
+    """Ctrl-C as an error in words: typer itself would end the process with code 130 and no line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Cancelled(interrupted()) from None
+
+
+def interrupted() -> str:
+    """The line for an interrupt that no command answered itself."""
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    return f"{f'{command}: ' if command else ''}interrupted; files that were written are whole, nothing was lost"
+
 
 app = typer.Typer(
+    cls=Commands,
     help="Speculative decoding for long documents: a strong draft with a compact KV memory, the target's own output.",
     no_args_is_help=True,
     add_completion=False,
@@ -57,7 +77,7 @@ def main() -> None:
             raise
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        fail("interrupted", 130)
+        fail(interrupted(), 130)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing left to say, and nothing to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

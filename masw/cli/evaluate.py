@@ -82,7 +82,10 @@ def eval_adaptor(
     if out is not None:
         judged.check(out)
     where = resolve_device(device)
-    session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
+    with interruptible(
+        f"interrupted while the models of {pair} were fetched or loaded; what was fetched is kept, nothing was lost"
+    ):
+        session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
     draft, tokenizer = session.pair.draft, session.pair.target.tokenizer
     longest = max(answer_tokens, cases.RECALL_TOKENS if recall else 0)
     if max(lengths) + longest > session.context_limit:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from masw.cli.stop import Stop
+from masw.cli.training import interruptible
 from masw.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
@@ -107,13 +108,17 @@ def run(
     if trace is not None:
         check_writable(trace, not_over=file)
     where = resolve_device(device)
-    document = documents.read_file(file, password=password, encoding=encoding)
+    with interruptible(f"interrupted while {documents.shown(Path(file).name)} was read; nothing was lost"):
+        document = documents.read_file(file, password=password, encoding=encoding)
     _note(f"read {documents.shown(document.name)}: {document.summary}")
     for warning in document.warnings:
         _note(warning)
     if document.is_guess:
         _note(f"the encoding {document.encoding} is a guess; if the text reads wrong, name the right one with --encoding")
-    session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
+    with interruptible(
+        f"interrupted while the models of {pair} were fetched or loaded; what was fetched is kept, nothing was lost"
+    ):
+        session = Session(load_pair(pair, device=where, dtype=resolve_dtype(dtype, where)))
     tokenizer = session.pair.target.tokenizer
     settings = replace(settings, eos_ids=session.pair.target.eos_ids)
     options = RunOptions(method, options.memory, settings, adaptor, draft_weights, eagle)
