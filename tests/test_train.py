@@ -413,7 +413,7 @@ def test_two_workers_train_what_one_does(sources: tuple[data.Texts, data.Answers
     arguments = [str(script), str(tmp_path / "cache"), text, sft, str(tmp_path / "two")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     one = run(sources, tmp_path / "one", small_decoder(torch.float64), config(eval_tokens=0))
     two = torch.load(tmp_path / "two" / "last.pt", weights_only=True)["adaptor"]
