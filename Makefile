@@ -41,7 +41,7 @@ app: $(STAMP) ## the dashboard in a browser: make app [PAIR=smollm2] [ARGS="--po
 test: $(STAMP) ## the whole test-suite but what is marked slow
 	@$(BIN)/python -m pytest
 
-test-slow: $(STAMP) ## long checks, with the 1.6 GB pair
+test-slow: $(STAMP) ## long checks: the 1.6 GB pair, the app on smollm2 (MASW_UPLOADS=DIR takes its documents)
 	@$(BIN)/python -m pytest -m slow
 
 report: $(STAMP) ## run all notebooks on recorded traces into out/report/report.html (no model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from masw import cost
@@ -93,3 +94,15 @@ def estimate(
         low = high = new_tokens * known.decode_ms / 1e3
     need = cost.run_bytes(target, draft, shape, total, itemsize, shared=shared)
     return Estimate(prefill_s, low, high, need - weights, weights, known.decode_ms is not None and target_ms is not None)
+
+
+def together(runs: Sequence[Estimate]) -> Estimate:
+    """Several runs one after the other: times add up, and the largest one's memory is needed."""
+    return Estimate(
+        sum(e.prefill_s for e in runs),
+        sum(e.decode_low_s for e in runs),
+        sum(e.decode_high_s for e in runs),
+        max(e.run_bytes for e in runs),
+        max(e.weights_bytes for e in runs),
+        all(e.measured for e in runs),
+    )

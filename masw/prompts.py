@@ -56,7 +56,8 @@ def build(tokenizer: AnyTokenizer, document: str, task: str, question: str | Non
     room = limit - frame
     if room < 1:
         raise UsageError(
-            f"a context of {limit} prompt tokens has no room for a document beside the task's own {frame}; raise --max-context"
+            f"a context of {limit} prompt tokens has no room for a document beside the task's own {frame}; "
+            "ask for fewer new tokens, or raise --max-context"
         )
     ids = tokenizer.encode(document)
     whole = render(document)
@@ -71,4 +72,4 @@ def build(tokenizer: AnyTokenizer, document: str, task: str, question: str | Non
             return Prompt(prompt, len(ids), len(ids) - keep, "end" if task == "continue" else "start")
         keep -= len(prompt) - limit
         if keep < 1:
-            raise UsageError(f"the document cannot be cut to {limit} tokens; raise --max-context")
+            raise UsageError(f"the document cannot be cut to {limit} tokens; ask for fewer new tokens, or raise --max-context")

@@ -20,7 +20,7 @@ from masw.catalogue import distinct, resolve_pair
 from masw.config import ModelConfig
 from masw.devices import resolve_device, resolve_dtype
 from masw.errors import Cancelled, UsageError
-from masw.estimate import Estimate, Rates, estimate, rates
+from masw.estimate import Estimate, Rates, estimate, rates, together
 from masw.jobs import Job, Jobs, Stop
 from masw.methods import METHODS, Method, method_named
 from masw.metrics import Summary, summarise
@@ -232,33 +232,39 @@ class Room:
         return self.jobs.submit(owner, Fetch(pair))
 
     def preview(self, ask: Ask, owner: str) -> Preview:
-        """Tokens, what is cut, predicted seconds and bytes, for the first arm. Raises UsageError as a run would."""
+        """Tokens, what is cut, predicted seconds and bytes, of all arms together. Raises UsageError as a run would."""
         configs = shapes(ask.pair)
         if configs is None:
             raise UsageError(f"the models of {ask.pair} are not on this machine; fetch them first")
-        draft, target = configs
-        options = ask.arms[0]
-        head = method_named(options.method).head
-        draft = replace(target, layers=1) if head else draft
-        context = min(draft.max_position, target.max_position)
-        new = options.settings.max_new_tokens
+        context = min(c.max_position for c in configs)
         with self._preview_lock:
-            prompt = prompts.build(self._tokenizer(ask.pair), ask.document, ask.task, ask.question, context - new)
-            found = estimate(
-                target,
-                draft,
-                options.shape(len(prompt.ids) - 1),
-                prompt=len(prompt.ids),
-                new_tokens=new,
-                gamma=options.settings.gamma,
-                drafts=method_named(options.method).drafts,
-                itemsize=self.dtype.itemsize,
-                shared=head or len(distinct(resolve_pair(ask.pair))) == 1,
-                machine=machine(self.device),
-                known=self._rates.get(_kind(ask.pair, options)),
-                read_already=self._shared(owner, ask.pair, prompt.ids),
-            )
-        return Preview(prompt, context, found, free_bytes(self.device))
+            limit = context - max(a.settings.max_new_tokens for a in ask.arms)
+            prompt = prompts.build(self._tokenizer(ask.pair), ask.document, ask.task, ask.question, limit)
+            read = self._shared(owner, ask.pair, prompt.ids)
+            found = []
+            for options in ask.arms:
+                found.append(self._estimate(ask.pair, configs, options, len(prompt.ids), read))
+                read = len(prompt.ids) - 1  # the first arm reads for all
+        return Preview(prompt, context, together(found), free_bytes(self.device))
+
+    def _estimate(
+        self, pair: str, configs: tuple[ModelConfig, ModelConfig], options: RunOptions, prompt: int, read_already: int
+    ) -> Estimate:
+        (draft, target), method = configs, method_named(options.method)
+        return estimate(
+            target,
+            replace(target, layers=1) if method.head else draft,
+            options.shape(prompt - 1),
+            prompt=prompt,
+            new_tokens=options.settings.max_new_tokens,
+            gamma=options.settings.gamma,
+            drafts=method.drafts,
+            itemsize=self.dtype.itemsize,
+            shared=method.head or len(distinct(resolve_pair(pair))) == 1,
+            machine=machine(self.device),
+            known=self._rates.get(_kind(pair, options)),
+            read_already=read_already,
+        )
 
     def close(self) -> None:
         self.jobs.close()

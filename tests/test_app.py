@@ -6,8 +6,7 @@ import csv
 import io
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +22,15 @@ from masw.whatif import SHAPES, Setting
 pytest.importorskip("streamlit")
 pytest.importorskip("plotly")
 
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-MAIN = Path(__file__).parents[1] / "app" / "main.py"
-TEXT = "The committee met on Monday and wrote down what it found. " * 12
+from tests.pages import MAIN, TEXT, app_of, html, pasted, run_until
 
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[AppTest]:
-    from masw import service
-
-    monkeypatch.setenv("MASW_APP_PAIR", "tiny")
-    monkeypatch.setenv("MASW_APP_DTYPE", "fp32")
-    monkeypatch.setattr(service, "machine", lambda device: service.cost.Rates(1e10, 1e11))
-    st.cache_resource.clear()
-    yield AppTest.from_file(str(MAIN), default_timeout=120)
-    from parts.frame import room
-
-    room().close()
-    st.cache_resource.clear()
-
-
-def html(app: AppTest) -> str:
-    return "".join(e.proto.body for e in app.get("html"))
-
-
-def run_until(app: AppTest, condition: Callable[[], bool], seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        assert not app.exception
-        time.sleep(0.1)
-        app.run()
-
-
-def pasted(app: AppTest, tokens: int = 24) -> AppTest:
-    app.run()
-    app.session_state["source"] = "Paste"
-    app.session_state["tokens"] = tokens
-    app.session_state["W"] = 32
-    app.run()
-    app.text_area(key="pasted").set_value(TEXT)
-    return app.run()
+    with app_of("tiny", monkeypatch) as app:
+        yield app
 
 
 def test_first_paint_needs_no_model(app: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +124,91 @@ def test_a_race_compares_the_arms_and_says_identical(app: AppTest) -> None:
         and "the reference" in shown
         and "not measured" not in shown.split("</table>")[0].split("<tbody>")[-1]
     )
+    app.switch_page("views/live.py").run()  # the same run, whose plain decoding was measured
+    assert {m.label: m.value for m in app.metric}["Speed-up"].endswith("x")
+
+
+def test_a_race_says_before_it_what_all_its_methods_take(app: AppTest) -> None:
+    pasted(app, text="a" * 9000)
+    app.switch_page("views/race.py").run()
+    app.session_state["source"] = "Paste"
+    app.run()
+    app.text_area(key="pasted").set_value("a" * 9000).run()
+    shown = html(app)
+    assert "prompt tokens of 8,192" in shown and "for 4 methods" in shown and "do not fit the context and are cut" in shown
+
+
+NONSENSE = {
+    "": {
+        "pair": "evil", "method": "<script>", "tokens": "-5", "gamma": "999", "r": "3", "W": "abc", "S": "1e9", "adaptor": "../../etc/passwd",
+        "weights": "int1", "temperature": "99", "top_p": "nan", "seed": "-1", "task": "$x$", "source": "zzz",
+    },
+    "race": {"methods": "nonesuch", "tokens": "inf", "task": "", "source": "Upload,Paste"},
+    "inspect": {"grain": "year", "panels": "nothing"},
+    "calculator": {"target": "x", "draft": "", "context": "7", "batch": "0", "cgamma": "-1", "kv": "fp1", "machine": "abacus",
+                   "bandwidth": "-3", "a": "7", "af": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", list(NONSENSE))
+def test_a_link_with_nonsense_opens_the_page(app: AppTest, where: str) -> None:
+    for name, value in NONSENSE[where].items():
+        app.query_params[name] = value
+    app.run()
+    if where:
+        app.switch_page(f"views/{where}.py").run()
+    assert not app.exception and app.title[0].value
+    shown = html(app)
+    assert "<script>alert" not in shown and "Error" not in shown
+
+
+EXTREMES = [
+    {"tokens": 1024, "gamma": 16, "r": 32, "W": 4096, "S": 64},
+    {"tokens": 8, "gamma": 1, "r": 2, "W": 16, "S": 0},
+    {"tokens": 8, "gamma": 15, "r": 2, "W": 16, "S": 64},
+    {"method": "lookup", "gamma": 16, "tokens": 16},
+    {"method": "none", "tokens": 8, "temperature": 2.0, "top_p": 0.05, "seed": 2**31 - 1},
+    {"method": "snapkv", "tokens": 8, "W": 4096, "r": 2},
+    {"method": "masw+lookup", "tokens": 8, "weights": "int4", "W": 16, "r": 32},
+]
+
+
+@pytest.mark.parametrize("chosen", EXTREMES, ids=lambda c: ",".join(f"{k}={v}" for k, v in c.items()))
+def test_extreme_settings_run_or_are_refused_in_words(app: AppTest, chosen: dict[str, object]) -> None:
+    pasted(app, tokens=8)
+    for name, value in chosen.items():
+        app.session_state[name] = value
+    app.run()
+    assert not app.exception
+    if app.button(key="run").disabled:
+        assert 'role="alert"' in html(app)
+        return
+    app.button(key="run").click().run()
+    if chosen.get("tokens") == 1024:
+        app.button(key="cancel").click().run()
+    run_until(app, lambda: app.button(key="cancel").disabled)
+    assert "The run failed" not in html(app)
+
+
+def test_a_document_replaced_in_the_middle_of_a_run_does_not_change_it(app: AppTest) -> None:
+    pasted(app, tokens=400)
+    app.button(key="run").click().run()
+    app.text_area(key="pasted").set_value("Quite another text. " * 20).run()
+    assert app.button(key="run").disabled and not app.exception
+    app.text_area(key="pasted").set_value("").run()
+    assert not app.exception
+    run_until(app, lambda: app.button(key="cancel").disabled)
+    from parts import frame
+
+    (job,) = frame.room().jobs.of(app.session_state.visitor)
+    assert job.state == "done" and job.work.ask.document.strip() == TEXT.strip()
+
+
+def test_a_very_long_document_is_counted_cut_and_run(app: AppTest) -> None:
+    pasted(app, tokens=8, text="word and more words, \n" * 100_000)
+    assert "do not fit the context and are cut" in html(app) and not app.button(key="run").disabled
+    app.button(key="run").click().run()
+    run_until(app, lambda: bool(app.get("download_button")))
 
 
 def test_a_pair_that_is_not_here_is_offered(app: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +325,15 @@ def test_the_exported_notebook_runs_on_the_exported_trace(tmp_path: Path) -> Non
         exec(source, scope)
     for source in code[2:]:
         assert eval(source.removeprefix("show(").removesuffix(")"), scope).caption
+
+
+def test_a_draft_whose_text_is_not_known_yet_shows_no_number(app: AppTest) -> None:
+    app.run()
+    from parts import panels
+
+    trace = trace_of(1)
+    trace.events.append(Event("draft", "draft", 2, 30.0, 12, 1, 1.0, 41, {"token": 77, "q": 0.5, "read": 1}))
+    assert 'pending"' in panels.coloured(trace, None) and "[77]" not in panels.coloured(trace, None)
 
 
 def test_the_html_report_stands_alone(app: AppTest) -> None:

@@ -9,14 +9,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +17,13 @@ import pytest
 
 from masw.trace import Trace
 from tests.browser import axe_source
-from tests.test_app import TEXT, trace_of
+from tests.pages import TEXT
+from tests.test_app import trace_of
+from tests.website import CHROMIUM, COUNTED, SECRET, WAIT, Site, answering, button, opened, paste, tokens, until, visitor, watched
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("streamlit")
-CHROMIUM = next(
-    (p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser", shutil.which("chromium") or "") if p and Path(p).exists()),
-    None,
-)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-ROOT = Path(__file__).parents[1]
-WAIT = 240_000  # ms; the machine may be busy
-SECRET = "zanzibarquokka"  # a word that must stay on its visitor's page
-
-
-class Site:
-    """The server and what it printed."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "server.log"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [
-            sys.executable,
-            "-m",
-            "masw.cli",
-            "app",
-            "--no-browser",
-            "--pair",
-            "tiny",
-            "--dtype",
-            "fp32",
-            "--port",
-            str(self.port),
-        ]
-        self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=self.log.open("w"), stderr=subprocess.STDOUT)
-        end = time.monotonic() + 90
-        while True:
-            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
-            try:
-                urllib.request.urlopen(f"{self.url}/_stcore/health", timeout=2)
-                return
-            except OSError:
-                time.sleep(0.3)
 
 
 @pytest.fixture(scope="module")
@@ -105,65 +59,6 @@ def page(context: Any, site: Site) -> Iterator[Any]:
     with watched(page, site):
         yield page
     page.close()
-
-
-@contextmanager
-def visitor(chromium: Any, site: Site, **options: Any) -> Iterator[Any]:
-    """A page of a browser of its own."""
-    context = chromium.new_context(viewport={"width": 1280, "height": 1400}, **options)
-    page = context.new_page()
-    with watched(page, site):
-        yield page
-    context.close()
-
-
-@contextmanager
-def watched(page: Any, site: Site) -> Iterator[None]:
-    """Checks at the end that nothing was logged as an error, asked of another host, or put into the address."""
-    page.set_default_timeout(WAIT)
-    bad: list[str] = []
-    # Streamlit looks for its health page below the address of a sub-page first.
-    page.on("console", lambda m: bad.append(m.text) if m.type == "error" and "_stcore" not in m.location.get("url", "") else None)
-    page.on("pageerror", lambda e: bad.append(str(e)))
-    page.on("request", lambda r: bad.append(r.url) if not r.url.startswith((site.url, "data:", "blob:")) else None)
-    page.on("framenavigated", lambda f: bad.append(f.url) if SECRET in f.url else None)
-    yield
-    assert SECRET not in page.url
-    assert not bad, bad
-
-
-def opened(page: Any, site: Site, where: str = "") -> Any:
-    page.goto(f"{site.url}/{where}")
-    page.get_by_role("heading", level=1).wait_for()
-    return page
-
-
-def paste(page: Any, text: str = TEXT) -> None:
-    page.get_by_label("Text of the document").first.fill(text)
-    page.keyboard.press("Control+Enter")
-    page.get_by_text("prompt tokens of").first.wait_for()
-
-
-def button(page: Any, name: str) -> Any:
-    return page.get_by_role("button", name=name, exact=True)
-
-
-def answering(page: Any) -> None:
-    """Waits until a run in progress shows tokens."""
-    page.get_by_text(re.compile(r"^\d+ of at most [\d,]+ tokens")).first.wait_for()
-
-
-def until(page: Any, condition: Callable[[], bool], seconds: float = 180) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        page.wait_for_timeout(150)
-
-
-def tokens(page: Any) -> int:
-    """The metric `Tokens`."""
-    found = page.get_by_test_id("stMetric").filter(has_text=re.compile(r"^Tokens\s*\d")).first
-    return int(found.get_by_test_id("stMetricValue").inner_text())
 
 
 def test_upload_run_watch_cancel_and_keep_the_part(page: Any, site: Site) -> None:
@@ -334,14 +229,81 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return axe_source(tmp_path_factory.mktemp("axe"))
 
 
-@pytest.mark.parametrize("where", ["", "race", "inspect", "calculator", "explain"])
-def test_axe_finds_nothing_serious(page: Any, site: Site, axe: str, where: str) -> None:
-    opened(page, site, where)
-    page.wait_for_timeout(4000)
-    page.evaluate(axe)
+def serious(page: Any, axe: str) -> str:
+    """What axe finds on the page as it is, one line each."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(axe)
     found = page.evaluate("async () => (await axe.run()).violations.filter(v => ['serious', 'critical'].includes(v.impact))")
-    said = [f"{v['id']}: {v['help']}: {[n['html'][:160] for n in v['nodes'][:3]]}" for v in found]
-    assert not said, "\n".join(said)
+    return "\n".join(f"{v['id']}: {v['help']}: {[n['html'][:160] for n in v['nodes'][:3]]}" for v in found)
+
+
+SCHEMES = ["light", "dark"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("where", ["", "race", "inspect", "calculator", "explain"])
+def test_axe_finds_nothing_serious(page: Any, site: Site, axe: str, where: str, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    opened(page, site, where)
+    if where in ("", "race", "inspect"):  # axe looks past a button that cannot be pressed
+        page.locator("[data-testid=stBaseButton-primary]:enabled").first.wait_for()
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    assert page.evaluate("getComputedStyle(document.querySelector('.stApp')).colorScheme") == scheme
+    assert not serious(page, axe)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_axe_finds_nothing_serious_after_a_run(chromium: Any, site: Site, axe: str, scheme: str) -> None:
+    with visitor(chromium, site, color_scheme=scheme, bypass_csp=True) as page:
+        opened(page, site, "?source=Paste&tokens=24&W=32")
+        paste(page)
+        button(page, "Run").click()
+        button(page, "Trace (.jsonl)").wait_for()
+        page.locator(".js-plotly-plot .main-svg").nth(5).wait_for()
+        assert not serious(page, axe)
+
+
+def test_a_run_is_looked_at_twice_a_second_and_every_look_shows_what_is_new(chromium: Any, site: Site) -> None:
+    """The rate is what the server tells the page to ask at; a busy machine may answer later, so looks are counted and not timed."""
+    from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
+
+    scheduled: dict[str, float] = {}
+    sent: list[str] = []
+
+    def received(data: Any) -> None:
+        message = ForwardMsg.FromString(data)
+        if message.WhichOneof("type") == "auto_rerun":
+            scheduled[message.auto_rerun.fragment_id] = message.auto_rerun.interval
+        element = message.delta.new_element if message.WhichOneof("type") == "delta" else None
+        if element is not None and element.WhichOneof("type") == "progress" and " of at most " in element.progress.text:
+            sent.append(element.progress.text)
+
+    with visitor(chromium, site) as page:
+        page.on("websocket", lambda socket: socket.on("framereceived", received))
+        opened(page, site, "?source=Paste&tokens=1024&W=32")
+        paste(page)
+        page.evaluate(COUNTED)
+        button(page, "Run").click()
+        button(page, "Trace (.jsonl)").wait_for()
+        shown = page.evaluate("window.seen.length")
+    assert min(scheduled.values()) <= 0.5, scheduled  # the text and the numbers; figures follow more slowly
+    assert len(sent) >= 3 and len(set(sent)) >= len(sent) / 2  # a look has something new to say
+    assert shown >= len(set(sent)) / 2, (shown, sent)  # and the page draws it
+
+
+def test_the_server_ends_quietly_in_the_middle_of_a_run(chromium: Any, tmp_path: Path) -> None:
+    own = Site(tmp_path)
+    context = chromium.new_context()
+    page = opened(context.new_page(), own, "?source=Paste&tokens=1024&W=32")
+    page.set_default_timeout(WAIT)
+    paste(page)
+    button(page, "Run").click()
+    answering(page)
+    own.process.terminate()
+    own.process.wait(90)
+    context.close()
+    said = own.log.read_text()
+    assert own.process.returncode == 0 and "terminate called" not in said and "ended with code" not in said, said
 
 
 @pytest.mark.skipif(not os.environ.get("MASW_UPLOADS"), reason="MASW_UPLOADS names no folder of documents")

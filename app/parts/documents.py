@@ -52,11 +52,17 @@ def choose() -> Doc | None:
     return doc
 
 
+def _replaced() -> None:
+    """A file that its visitor removed or replaced is gone; one that is out of sight, on another page, is kept."""
+    st.session_state.kept.pop("upload", None)
+
+
 def _upload() -> Doc | None:
     file = st.file_uploader(
         f"Text, Markdown, PDF, DOCX, HTML or EPUB, at most {documents.LIMITS.file_bytes >> 20} MiB",
         type=None,
         key="upload",
+        on_change=_replaced,
         help="Told apart by its content, not by its name. The file is read in memory and never written to disk.",
     )
     if file is None:

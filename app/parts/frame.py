@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import html
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +17,7 @@ from masw.jobs import Job
 from masw.service import Answer, Fetch, Room
 
 COOKIE = "masw_visitor"
+REFRESH_S = 0.4  # seconds between two looks at the text and numbers of a run in progress
 
 STYLE = """
 <style>
@@ -38,9 +41,15 @@ STYLE = """
   white-space: normal; overflow: visible; line-height: 1.25; }
 [data-testid="stMetricLabel"] * { white-space: normal; }
 [data-testid="stMetric"] { padding: .5rem .7rem; }
+[data-testid="stMetric"] > div { padding: 0; }
 .stMainBlockContainer { padding-top: 4.5rem; }
 .masw-h { font-size: 1.02rem; font-weight: 600; margin: .5rem 0 -.5rem; }
 .masw-facts { overflow-wrap: anywhere; font-size: .93rem; margin: 0; }
+/* The dark theme's primary colour is light enough to be read as text on black; on a ground of that colour, white is not (3:1). */
+[data-testid="stBaseButton-primary"]:enabled, [data-testid="stBaseButton-primary"]:enabled *,
+[data-testid="stMultiSelect"] [data-tag], [data-testid="stMultiSelect"] [data-tag] * { color: light-dark(#fff, #000); }
+[data-testid="stBaseButton-primary"]:enabled:is(:hover, :active) {
+  background-color: light-dark(#005a8e, #6bb6e3); border-color: light-dark(#005a8e, #6bb6e3); }
 </style>
 """
 
@@ -48,11 +57,19 @@ STYLE = """
 @st.cache_resource(show_spinner=False)
 def room() -> Room:
     """One engine room for all visitors: one model, one worker, one queue."""
-    return Room(
+    made = Room(
         device=os.environ.get("MASW_APP_DEVICE", "auto"),
         dtype=os.environ.get("MASW_APP_DTYPE", "auto"),
         ttl_s=float(os.environ.get("MASW_APP_TTL_S", "1800")),
     )
+    kept = weakref.ref(made)
+
+    def end() -> None:
+        if (left := kept()) is not None:
+            left.close()
+
+    atexit.register(end)  # a run that goes on in a thread while Python ends would abort the whole program
+    return made
 
 
 def visitor() -> str:

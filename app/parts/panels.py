@@ -144,7 +144,7 @@ def recorded(trace: Trace) -> None:
 def cells(items: Sequence[tuple[str, str, str]]) -> None:
     with st.container(horizontal=True, gap="small"):
         for label, value, about in items:
-            st.metric(label, value, help=about, border=True, width=168)
+            st.metric(label, value, help=about, border=True, width=148)
 
 
 def key() -> None:
@@ -174,7 +174,8 @@ def coloured(trace: Trace, pieces: Sequence[str] | None, latest: int | None = No
     emitted, out = 0, []
     for token in found:
         counted = token.fate not in ("rejected", "pending")
-        piece = texts.get(str(token.id), f"[{token.id}]")
+        # The text of a draft is known once its round is over.
+        piece = texts.get(str(token.id), "…" if token.fate == "pending" else f"[{token.id}]")
         if counted:
             piece = pieces[emitted] if pieces is not None and emitted < len(pieces) else piece
             emitted += 1

@@ -8,11 +8,12 @@ import streamlit as st
 
 from masw.catalogue import PRESETS, SOURCES
 from masw.engine import Settings
+from masw.jobs import CANCELLED
 from masw.methods import METHODS, MemoryOptions
 from masw.service import Ask, Fetch, methods, present
 from masw.session import RunOptions, shipped_adaptors
 from masw.verify import Sampling
-from parts.frame import active, facts, gib, in_plain_words, room, visitor
+from parts.frame import active, facts, failure, gib, in_plain_words, note, room, visitor
 
 # No format_func on a bound widget: the address would hold what it shows, and not the option.
 TASKS = {"Summarise": "summarize", "Ask a question": "question", "Continue the text": "continue"}
@@ -143,10 +144,11 @@ def fetch(name: str) -> bool:
     size = f" ({gib(sum(s.download_bytes for s in sources))} to download)" if sources else ""
     facts(f"The models of {name} are not on this machine{size}.")
     last = next((j for j in reversed(room().jobs.of(visitor())) if isinstance(j.work, Fetch)), None)
-    if last is not None and last.error:
-        from parts.frame import failure
-
-        failure(last.error)
+    if last is not None and last.work.pair == name:
+        if last.error:
+            failure(last.error)
+        elif last.state == CANCELLED:
+            facts("Fetching was stopped. What was fetched stays, and the next fetch goes on from there.")
     if st.button(f"Fetch {name}", key="fetch", icon=":material/download:"):
         with in_plain_words():
             room().fetch(visitor(), name)
@@ -161,6 +163,8 @@ def _fetching() -> None:
         st.rerun()
     what, done, total = job.work.load or ("waiting in line", 0, 0)
     st.progress(min(1.0, done / total) if total else 0.0, text=f"{what}: {gib(done)} of {gib(total)}" if total else what)
+    for said in job.work.notes[-1:]:
+        note(said)
     if st.button("Stop fetching", key="stop_fetch"):
         room().jobs.cancel(visitor(), job.id)
 

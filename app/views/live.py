@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import streamlit as st
-from parts import documents, exports, panels, recorded, settings
-from parts.frame import active, answers, duration, facts, failure, gib, in_plain_words, note, room, template, visitor
+from parts import before, documents, exports, panels, recorded, settings
+from parts.frame import REFRESH_S, active, answers, duration, facts, failure, in_plain_words, note, room, template, visitor
 
 from masw import replay
-from masw.errors import MaswError, plain_words
 from masw.jobs import CANCELLED, FAILED, Job
-from masw.service import Answer, Ask, Preview, View, eta_s
+from masw.metrics import summarise
+from masw.service import Answer, Ask, View, eta_s, speed_up
 
-FAST_S = 0.4  # seconds between two looks at text and numbers
-SLOW_S = 1.2  # between two figures
+SLOW_S = 1.6  # seconds between two figures
 WATCHED = ("Latency", "KV map", "Acceptance by position", "Draft memory")
 STAGES = {
     "waiting": "in line",
@@ -43,15 +42,15 @@ def page() -> None:
     doc = documents.choose()
     task, question = settings.task()
     ready = settings.fetch(pair)
-    before, below = st.container(), st.container()
+    above, below = st.container(), st.container()
     job = _chosen()
     if job is None:
         with below:  # drawn first: a recorded run shows at once, while the tokens of the document are counted
             recorded.first_paint()
     ask = None
-    with before:
+    with above:
         if doc is not None and arms is not None and ready:
-            ask = _before(settings.ask(pair, doc.text, doc.title, task, question, arms))
+            ask = before.said(settings.ask(pair, doc.text, doc.title, task, question, arms))
         _start(ask)
     if job is not None:
         with below:
@@ -60,42 +59,6 @@ def page() -> None:
                 _figures()
             else:
                 _finished(job)
-
-
-def _before(ask: Ask) -> Ask | None:
-    """What the run will read, take and need; None when it would be refused."""
-    if ask.task == "question" and not ask.question:
-        facts("Type a question to see what a run will take.")
-        return None
-    try:
-        with st.spinner("counting tokens", show_time=False):
-            found = _previewed(ask)
-    except MaswError as error:
-        failure(plain_words(error))
-        return None
-    e = found.estimate
-    low, high = duration(e.low_s), duration(e.high_s)
-    time_ = high if low == high else f"{low} to {high}"
-    source = "from the rates of an earlier run" if e.measured else "predicted from this machine's rates"
-    facts(
-        f"{len(found.prompt.ids):,} prompt tokens of {found.context_limit:,} the pair has positions for · {time_} ({source}) · "
-        f"{gib(e.run_bytes)} beside the weights (predicted), {gib(found.free_bytes)} free"
-    )
-    if found.prompt.notice:
-        note(found.prompt.notice)
-    if not found.fits:
-        failure("the run needs more memory than is free; take a smaller pair, fewer new tokens or a shorter document")
-        return None
-    return ask
-
-
-def _previewed(ask: Ask) -> Preview:
-    """Counting the tokens of a long document takes a second: once for the same request, and again after a run, whose rates are new."""
-    key = (ask, len(answers()), active() is None)
-    if st.session_state.get("preview_of") != key:
-        st.session_state.preview = room().preview(ask, visitor())
-        st.session_state.preview_of = key
-    return st.session_state.preview  # type: ignore[no-any-return]
 
 
 def _start(ask: Ask | None) -> None:
@@ -135,7 +98,7 @@ def _chosen() -> Job[Answer] | None:
 # ---- while it runs
 
 
-@st.fragment(run_every=FAST_S)
+@st.fragment(run_every=REFRESH_S)
 def _watch() -> None:
     """The one part of the page that polls fast: stage, progress, numbers, text."""
     with _priced():
@@ -239,7 +202,9 @@ def _finished(job: Job[Answer]) -> None:
             f"The target had read {view.shared_tokens:,} of the {len(view.prompt.ids):,} prompt tokens for an earlier question, "
             f"and read only the rest."
         )
-    panels.headline(arm.trace, peak_bytes=arm.peak_bytes, gpu_bytes=arm.gpu_bytes)
+    reference = next((a for a in view.arms if a.options.method == "none" and a.pieces), None)
+    gain = speed_up(summarise(arm.trace), summarise(reference.trace)) if reference is not None else None
+    panels.headline(arm.trace, gain, peak_bytes=arm.peak_bytes, gpu_bytes=arm.gpu_bytes)
     for said in exports.remarks(arm.trace):
         note(said)
     drawing, decoding = st.session_state.get("drawing_s", {}).get(job.id), replay.decode_ms(arm.trace) / 1e3

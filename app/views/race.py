@@ -5,8 +5,22 @@ from __future__ import annotations
 import math
 
 import streamlit as st
-from parts import documents, exports, panels, recorded, settings
-from parts.frame import active, answers, duration, escaped, facts, failure, gib, in_plain_words, note, room, template, visitor
+from parts import before, documents, exports, panels, recorded, settings
+from parts.frame import (
+    REFRESH_S,
+    active,
+    answers,
+    duration,
+    escaped,
+    facts,
+    failure,
+    gib,
+    in_plain_words,
+    note,
+    room,
+    template,
+    visitor,
+)
 from parts.player import player
 
 from masw import figures, replay
@@ -44,18 +58,20 @@ def page() -> None:
     task, question = settings.task()
     ready = settings.fetch(pair)
     job = active()
-    can = doc is not None and arms is not None and ready and bool(chosen) and job is None
+    ask = None
+    if doc is not None and arms is not None and ready and chosen:
+        ask = before.said(settings.ask(pair, doc.text, doc.title, task, question, arms))
     with st.container(horizontal=True):
-        if st.button("Race", type="primary", disabled=not can, icon=":material/sports_score:", key="race"):
+        if st.button("Race", type="primary", disabled=ask is None or job is not None, icon=":material/sports_score:", key="race"):
             with in_plain_words():
-                assert doc is not None and arms is not None
-                room().answer(visitor(), settings.ask(pair, doc.text, doc.title, task, question, arms))
+                assert ask is not None
+                room().answer(visitor(), ask)
                 st.rerun()
         if st.button("Cancel", disabled=job is None, icon=":material/stop:", key="cancel") and job is not None:
             room().jobs.cancel(visitor(), job.id)
             st.rerun()
     races = [j for j in answers() if len(j.work.ask.arms) > 1]
-    if job is not None:
+    if job is not None and isinstance(job.work, Answer):  # models being fetched have their own progress above
         _watch()
     elif races:
         _result(races[-1])
@@ -63,7 +79,7 @@ def page() -> None:
         _recorded()
 
 
-@st.fragment(run_every=0.4)
+@st.fragment(run_every=REFRESH_S)
 def _watch() -> None:
     job = next((j for j in answers() if j.active), None)
     if job is None:

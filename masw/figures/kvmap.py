@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from masw.config import MemoryShape
-from masw.figures.base import GLYPHS, MEANING, Drawn, canvas, describe_run, empty, ink, span, stepped, swatch
+from masw.figures.base import GLYPHS, MEANING, Drawn, canvas, describe_run, empty, ink, paper, span, stepped, swatch
 from masw.metrics import NOT_APPLICABLE
 from masw.timeline import STATES, Step, entry_bytes, raw_state, shape_of, slot_state, steps
 from masw.trace import Trace
@@ -55,7 +55,7 @@ def kv_map(
         return empty(title, "The draft has read nothing of this range yet.", template=template)
     figure = canvas(
         title,
-        x="step (chunk read, token drafted, round settled)",
+        x="step (chunk, draft or round)",
         y="entry, by raw token position",
         template=template,
         height=max(320, min(720, 150 + 5 * len(groups))),
@@ -95,7 +95,7 @@ def kv_map(
         figure.add_vline(
             x=prefills - 0.5,
             line={"color": ink(template), "width": 1},
-            annotation={"text": "drafting starts", "font": {"size": 11}},
+            annotation={"text": "drafting starts", "font": {"size": 11}, "bgcolor": paper(template)},
         )
     if play:
         _cursor(figure, all_steps, len(groups))
