@@ -291,6 +291,31 @@ def test_a_run_is_looked_at_twice_a_second_and_every_look_shows_what_is_new(chro
     assert shown >= len(set(sent)) / 2, (shown, sent)  # and the page draws it
 
 
+def test_a_removed_upload_is_gone_and_replacing_it_does_not_disturb_a_run(chromium: Any, site: Site) -> None:
+    def upload(name: str, text: str) -> None:
+        page.locator("input[type=file]").first.set_input_files({"name": name, "mimeType": "text/plain", "buffer": text.encode()})
+        page.locator(".masw-facts", has_text=f"{name}: ").first.wait_for()
+
+    with visitor(chromium, site) as page:
+        opened(page, site, "?source=Upload&tokens=256&W=32")
+        upload("first.txt", TEXT)
+        page.get_by_text("prompt tokens of").first.wait_for()
+        button(page, "Run").click()
+        answering(page)
+        upload("second.txt", "Quite another text. " * 30)
+        page.get_by_role("button", name=re.compile("Remove|Delete|Clear")).first.click()
+        until(page, lambda: page.get_by_text("prompt tokens of").count() == 0)
+        assert page.locator(".masw-facts", has_text=".txt: ").count() == 0 and button(page, "Run").is_disabled()
+        button(page, "Trace (.jsonl)").wait_for()
+        assert tokens(page) == 256
+        page.get_by_role("link", name="Race").click()
+        page.get_by_role("heading", level=1, name="Race").wait_for()
+        page.go_back()
+        page.get_by_role("heading", level=1, name="Live").wait_for()
+        button(page, "Trace (.jsonl)").wait_for()
+        assert tokens(page) == 256 and page.locator(".masw-facts", has_text=".txt: ").count() == 0
+
+
 def test_the_server_ends_quietly_in_the_middle_of_a_run(chromium: Any, tmp_path: Path) -> None:
     own = Site(tmp_path)
     context = chromium.new_context()
