@@ -9,8 +9,8 @@ from pathlib import Path
 from masw import data
 from masw.data import Answers, Notice, Texts
 from masw.errors import UsageError
+from masw.heldout import HeldOut, held_out
 from masw.tokenizer import AnyTokenizer
-from masw.train import HeldOut, held_out
 
 SEPARATOR = "\n\n---\n\n"  # between a passage and its copy
 HELD_SEED = 1  # held-out rows are the same for every seed of training

@@ -171,12 +171,13 @@ class Lesson:
 
         from masw import corpus
         from masw import train as training
+        from masw.recipe import recipe
 
         draft = self.session.pair.draft
         log: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory(prefix="masw-lesson-") as name:
             folder = Path(name)
-            config = training.recipe(
+            config = recipe(
                 base=draft.name, stages=("256x2:200k:1/1/0",), windows=(48, 64), strides=(8,), eval_windows=(48,), quiet=5.0,
                 eval_tokens=4096, warmup_steps=4, seed=self.seed,
             )  # fmt: skip

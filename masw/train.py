@@ -12,116 +12,30 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from masw.adaptor import Adaptor, AdaptorInfo
 from masw.config import MemoryShape
-from masw.curriculum import Batch, Curriculum, Stage
+from masw.curriculum import Batch, Curriculum
 from masw.data import Answers, Texts
 from masw.decoder import Decoder
-from masw.distil import NOTHING, Passes, Score, full_hidden, hardest, head_loss, score
+from masw.distil import NOTHING, Passes, Score, hardest, head_loss
 from masw.errors import Cancelled, MaswError, UsageError
+from masw.heldout import Baselines, HeldOut, measure
 from masw.provenance import provenance
 from masw.quiet import hush
-from masw.trainloop import Listener, RunFolder, caught_signals, checked, learning_rate, matmul_parameters, matmul_rate
+from masw.recipe import FREE, TrainConfig
+from masw.trainloop import Listener, RunFolder, caught_signals, learning_rate, matmul_parameters, matmul_rate
 
 FORMAT = 1
-
-
-class TrainConfig(BaseModel):
-    """A recipe. Build it with `recipe`, which turns a bad value into a UsageError of one line."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    base: str  # name of the draft model, kept in the adaptor file
-    stages: tuple[str, ...] = ("384x8:300k:2/1/0", "1280x2:300k:1/1/0", "2048x1:400k:1/2/1")  # see Stage.parse
-    mirror: Literal["kv", "qkv"] = "kv"
-    slot_input: Literal["mean", "last", "token", "learned"] = "mean"
-    slot_token: int = Field(0, ge=0)
-    random_init: bool = False  # ablation: mirrored weights start random, not copied
-    quiet: float = Field(0.0, ge=0, le=100)  # nats by which slot scores start lowered (masw.quiet); 0: the paper's plain copy
-    strides: tuple[int, ...] = (4, 8)
-    windows: tuple[int, ...] = (48, 64, 96, 128, 192, 256)
-    sinks: int = Field(4, ge=0)
-    kl: float = Field(0.7, ge=0, le=1)  # share of the distance to the full-KV model in the loss
-    hardest: int = Field(0, ge=0)  # loss positions of a row, those furthest from the full-KV model; 0: all
-    most_pieces: int = Field(8, ge=1)  # reconstruction: the second copy comes in up to so many shuffled pieces
-    lr: float = Field(3e-3, gt=0, le=1)
-    min_lr: float = Field(0.05, ge=0, le=1)  # share of lr at the end of the cosine
-    warmup_steps: int = Field(20, ge=0)
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = Field(0.0, ge=0)
-    clip: float = Field(1.0, gt=0)
-    micro_rows: int = Field(0, ge=0)  # rows of one backward pass; 0: all rows of the batch
-    seed: int = Field(0, ge=0)
-    checkpoint_s: float = Field(300.0, gt=0)
-    checkpoint_steps: int = Field(0, ge=0)  # 0: by time alone
-    eval_tokens: int = Field(100_000, ge=0)  # tokens between measurements; 0: never
-    eval_windows: tuple[int, ...] = (128,)
-    patience: int = Field(0, ge=0)  # stop after so many measurements without a better one; 0: never
-    init: str = ""  # sha256 of the adaptor file that the run starts from; empty: a copy of the backbone
-    q_rank: int = Field(0, ge=0)  # adaptor files hold a mirrored Q as a difference of this rank; 0: whole
-    attention: Literal["auto", "tiled", "mask", "flex"] = "auto"  # kernel, see masw.dense.DenseMemory
-    checkpoint_activations: bool = False  # compute each layer again in the backward pass: less memory, a third more time
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
-        if not self.stages or not self.strides or not self.windows:
-            raise ValueError("stages, strides and windows each need at least one value")
-        if self.init and (self.random_init or self.quiet):
-            raise ValueError("a run starts from an adaptor, or from random or quiet weights, not both")
-        if self.hardest and not self.kl:
-            raise ValueError("hardest positions are those far from the full-KV model, which kl 0 leaves out; give kl a share")
-        self.parsed()
-        for window in (*self.windows, *self.eval_windows):
-            for stride in self.strides:
-                MemoryShape(self.sinks, window, stride)
-        return self
-
-    def parsed(self) -> tuple[Stage, ...]:
-        return tuple(Stage.parse(s) for s in self.stages)
-
-
-# What may differ between a run and its continuation: nothing that the loss depends on.
-_FREE = ("checkpoint_s", "checkpoint_steps", "patience", "q_rank", "attention", "checkpoint_activations")
-
-
-def recipe(**fields: Any) -> TrainConfig:
-    """A TrainConfig; raises UsageError with the first bad value."""
-    return checked(TrainConfig, **fields)
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """A fixed set that the agreement is measured on."""
-
-    name: str
-    tokens: Tensor  # [B, T]
-    scored: Tensor  # [B, T - 1]
-
-
-def held_out(texts: Texts | None, answers: Answers | None, separator: list[int], *, length: int, rows: int) -> list[HeldOut]:
-    """The three kinds of rows, `rows` of each, always the same ones."""
-    sets = []
-    for kind, stage in (
-        ("reconstruction", Stage(length, rows, length * rows, 1, 0, 0)),
-        ("text", Stage(length, rows, length * rows)),
-        ("answers", Stage(length, rows, length * rows, 0, 0, 1)),
-    ):
-        if (answers if kind == "answers" else texts) is None:
-            continue
-        drawn = Curriculum(texts, answers, (stage,), 0, (length,), (1,), separator, seed=0).batch(0)
-        sets.append(HeldOut(f"{kind}-{length}", drawn.tokens, drawn.scored))
-    return sets
 
 
 @dataclass(frozen=True)
@@ -419,7 +333,7 @@ class _Run:
 
     def _open(self) -> None:
         """Goes on from the checkpoint, or starts the folder."""
-        wanted = {"format": FORMAT, "data": self.data, **self.config.model_dump(mode="json", exclude=set(_FREE))}
+        wanted = {"format": FORMAT, "data": self.data, **self.config.model_dump(mode="json", exclude=set(FREE))}
         # A recipe older than one of today's options was made with what is that option's default.
         defaults = {name: field.default for name, field in TrainConfig.model_fields.items()}
         self.folder.claim(wanted, defaults, first=self.rank == 0)
@@ -474,56 +388,6 @@ class _Run:
 
     def _log(self, line: dict[str, Any]) -> None:
         self.folder.log(self.step, line)
-
-
-@dataclass
-class Baselines:
-    """What measurements of one decoder share."""
-
-    full: dict[str, list[Tensor]] = field(default_factory=dict)  # set -> hidden states at its loss positions
-    window: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # (set, window) -> its row
-
-
-def measure(
-    passes: Passes,
-    adaptor: Adaptor | None,
-    held: list[HeldOut],
-    sinks: int,
-    windows: tuple[int, ...],
-    strides: tuple[int, ...],
-    baselines: Baselines | None = None,
-    stop: Callable[[], bool] = lambda: False,
-) -> list[dict[str, Any]]:
-    """Rows {set, method, window, stride, n, agreement, nll, kl} for the window alone and, with an adaptor, for masw.
-
-    `baselines` keeps what does not depend on the adaptor from one call to the next. Once `stop()` is true no more rows come.
-    """
-    known = baselines or Baselines()
-    rows: list[dict[str, Any]] = []
-    device = passes.decoder.device
-    for data in held:
-        if stop():
-            break
-        tokens, scored = data.tokens.to(device), data.scored.to(device)
-        if data.name not in known.full:
-            known.full[data.name] = full_hidden(passes, tokens, scored)
-        full = known.full[data.name]
-        for window in windows:
-            key = data.name, window
-            if key not in known.window:
-                known.window[key] = _rounded(score(passes, tokens, scored, full, MemoryShape(sinks, window), None))
-            rows.append({"set": data.name, "method": "window", "window": window, "stride": None, **known.window[key]})
-            for stride in strides if adaptor is not None else ():
-                if stop():
-                    break
-                found = _rounded(score(passes, tokens, scored, full, MemoryShape(sinks, window, stride), adaptor))
-                rows.append({"set": data.name, "method": "masw", "window": window, "stride": stride, **found})
-    return rows
-
-
-def _rounded(found: Score) -> dict[str, Any]:
-    means = found.means()
-    return {"n": found.count, **{key: round(means[key], 4) for key in ("agreement", "nll", "kl")}}
 
 
 def _summed(found: Score, device: torch.device) -> Score:

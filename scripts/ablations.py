@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from masw import ablations, cases, corpus, data, evaluate
+from masw import ablations, cases, corpus, data, evaluate, heldout
 from masw import train as training
 from masw.adaptor import Adaptor, AdaptorInfo
 from masw.catalogue import draft_of
@@ -36,6 +36,8 @@ from masw.distil import Passes
 from masw.errors import MaswError, UsageError
 from masw.files import replacing
 from masw.provenance import provenance, versions
+from masw.recipe import TrainConfig
+from masw.recipe import recipe as recipe_of
 from masw.session import Session
 from masw.store import cache_root
 from masw.zoo import load_pair
@@ -282,14 +284,14 @@ class Lab:
         if not self.cases:
             raise UsageError("no document fills a context; lower --contexts")
         self.passes = Passes(self.session.pair.draft.decoder)
-        self.baselines, self.known = training.Baselines(), evaluate.Known()
+        self.baselines, self.known = heldout.Baselines(), evaluate.Known()
 
     def result(self, name: str, clock: Clock) -> dict[str, Any]:
         """Trains and measures one recipe."""
         setting, recipe, draft = self.setting, RECIPES[name], self.session.pair.draft
         windows = tuple(max(8, w // setting.shrink) for w in recipe.fields.get("windows", (64, 128, 256)))
         strides = tuple(min(8, r) if setting.shrink > 1 else r for r in recipe.strides)
-        config = training.recipe(
+        config = recipe_of(
             base=draft.name, stages=recipe.stages(setting.tokens, setting.shrink), seed=setting.seed, warmup_steps=4,
             eval_tokens=0, **{**recipe.fields, "windows": windows, "strides": strides},
         )  # fmt: skip
@@ -332,11 +334,9 @@ class Lab:
             "provenance": provenance(draft.decoder.device, draft.decoder.dtype),
         }
 
-    def held_out(
-        self, adaptor: Adaptor, method: str, config: training.TrainConfig, windows: tuple[int, ...]
-    ) -> list[dict[str, Any]]:
-        """Rows of `masw.train.measure` under the name `method`."""
-        found = training.measure(self.passes, adaptor, self.corpus.held, config.sinks, windows, config.strides, self.baselines)
+    def held_out(self, adaptor: Adaptor, method: str, config: TrainConfig, windows: tuple[int, ...]) -> list[dict[str, Any]]:
+        """Rows of `masw.heldout.measure` under the name `method`."""
+        found = heldout.measure(self.passes, adaptor, self.corpus.held, config.sinks, windows, config.strides, self.baselines)
         return [{**row, "method": method if row["method"] == "masw" else row["method"]} for row in found]
 
 

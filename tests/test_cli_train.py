@@ -21,8 +21,8 @@ from masw.adaptor import Adaptor, AdaptorInfo, read_info
 from masw.catalogue import draft_of
 from masw.cli import train as command
 from masw.errors import UsageError
+from masw.recipe import TrainConfig
 from masw.tokenizer import ByteTokenizer
-from masw.train import TrainConfig
 from masw.zoo import load_pair
 from tests.test_cli import masw, one_line  # noqa: F401
 from tests.test_data import WORDS, write
@@ -285,10 +285,10 @@ def test_an_interrupt_before_the_training(train: Masw, tmp_path: Path, monkeypat
 
 def test_an_interrupt_during_a_measurement(train: Masw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends without a result, and the next run makes it at the same step: the log is that of one whole run."""
-    from masw import train as training
+    from masw import heldout
 
     assert train("--out", tmp_path / "whole")[0] == 0
-    real, calls = training.score, 0
+    real, calls = heldout.score, 0
 
     def score(*args: Any) -> Any:
         nonlocal calls
@@ -297,10 +297,10 @@ def test_an_interrupt_during_a_measurement(train: Masw, tmp_path: Path, monkeypa
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args)
 
-    monkeypatch.setattr(training, "score", score)
+    monkeypatch.setattr(heldout, "score", score)
     code, _, err = train("--out", tmp_path / "part")
     assert code == 130 and "stopped at step 3 of 6" in one_line(err)
-    monkeypatch.setattr(training, "score", real)
+    monkeypatch.setattr(heldout, "score", real)
     assert [m["step"] for m in log(tmp_path / "part", "measure")] == [0]
     assert train("--out", tmp_path / "part")[0] == 0
     assert log(tmp_path / "part") == log(tmp_path / "whole")

@@ -24,9 +24,11 @@ from masw.decoder import Decoder
 from masw.dense import DenseMemory
 from masw.distil import Passes, _argmax, hardest, head_loss
 from masw.errors import Cancelled, MaswError, UsageError
+from masw.heldout import HeldOut, held_out
 from masw.memory import Memory
+from masw.recipe import TrainConfig, recipe
 from masw.tokenizer import ByteTokenizer
-from masw.train import HeldOut, Result, TrainConfig, Trainee, held_out, recipe, train
+from masw.train import Result, Trainee, train
 from tests.helpers import CPU, random_tokens, tiny_config, tiny_decoder
 from tests.test_data import WORDS, silent, write
 

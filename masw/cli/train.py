@@ -111,7 +111,7 @@ def train(
         from masw.catalogue import draft_of
         from masw.corpus import Sources, held_rows
         from masw.curriculum import check_sources
-        from masw.train import recipe
+        from masw.recipe import recipe
 
         if (pair is None) == (base is None):
             raise UsageError("name the draft once: --pair PAIR or --base MODEL")
@@ -207,6 +207,7 @@ class _Job:
         from masw import corpus
         from masw import train as training
         from masw.devices import resolve_dtype
+        from masw.recipe import recipe
         from masw.store import cache_root
         from masw.zoo import load_pair
 
@@ -219,7 +220,7 @@ class _Job:
                 "lower --eval-rows"
             )
         start = None if self.init is None else training.start_from(self.init, model.decoder, model.name)
-        config = training.recipe(base=model.name, init=start.about["sha256"] if start else "", **self.known)
+        config = recipe(base=model.name, init=start.about["sha256"] if start else "", **self.known)
         read = corpus.load(self.sources, model.tokenizer, self.cache or cache_root() / "tokens", config.seed, self.held, say)
         if config.eval_tokens and not read.held:
             say("nothing is measured on the way, and no best adaptor chosen: name --valid and --valid-answers for that")
