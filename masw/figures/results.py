@@ -203,14 +203,15 @@ def method_table(
     if not rows:
         return empty(title, "No rows.", template=template)
     names = dict(columns or {name: name for name in dict.fromkeys(k for r in rows for k in r)})
-    figure = canvas(title, template=template, height=90 + 28 * (len(rows) + 1))
+    # As wide as the longest word of a column: a name that is cut names nothing, and a page that is narrower had better scroll.
+    widths = [
+        2 + max(len(word) for text in (h, *(cell(r.get(n)) for r in rows)) for word in text.split() or [""])
+        for n, h in names.items()
+    ]
+    figure = canvas(title, template=template, height=90 + 28 * (len(rows) + 1), meta={"min_width": 8 * sum(widths)})
     figure.add_trace(
         go.Table(
-            # As wide as the longest word of a column: a name that is cut names nothing.
-            columnwidth=[
-                2 + max(len(word) for text in (h, *(cell(r.get(n)) for r in rows)) for word in text.split() or [""])
-                for n, h in names.items()
-            ],
+            columnwidth=widths,
             header={
                 "values": [f"<b>{cell(h)}</b>" for h in names.values()],
                 "fill_color": grid(template),
