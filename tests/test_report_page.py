@@ -122,6 +122,11 @@ def test_axe_finds_nothing_serious_and_the_console_is_silent(whole_page: Opened,
     said = [f"{v['id']}: {v['help']}: {[(n['html'][:200], n['failureSummary'][:300]) for n in v['nodes'][:3]]}" for v in found]
     assert not said, "\n".join(said)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    fills = page.evaluate(
+        "[...document.querySelectorAll('.plot')].flatMap((p) => p.data).flatMap((t) => t.cells?.fill.color ?? [])"
+    )
+    dark = page.evaluate("document.documentElement.dataset.theme === 'dark'")
+    assert fills and set(fills) == {"#15181c" if dark else "#ffffff"}  # cells lie on the page's own paper
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@
   }
 
   function outlined(traces) {
+    for (const trace of traces || []) if (trace.cells?.fill?.color === "#ffffff") trace.cells.fill.color = PAPER; // a table's own paper
     for (const trace of traces || []) if (trace.marker && trace.marker.color === "#000000") trace.marker.line = { ...trace.marker.line, color: "#ffffff", width: 1 };
     return traces;
   }
