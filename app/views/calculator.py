@@ -110,7 +110,7 @@ def _numbers(p: Prediction, s: Setting) -> None:
     found = [
         ("Target KV", gib(p.target_kv), "Of the whole batch at this context. Never compressed."),
         ("Draft KV, full", gib(p.draft_kv_full), "An uncompressed draft's cache."),
-        ("Draft KV, compact", gib(p.draft_kv), "S + W + rollback window + t / r entries."),
+        ("Compact KV", gib(p.draft_kv), "S + W + rollback window + t / r entries."),
         ("Kept", f"{p.kept:.1%}", "Compact over full."),
         (
             "Target step",
@@ -118,9 +118,9 @@ def _numbers(p: Prediction, s: Setting) -> None:
             "Weights and cache over the bandwidth; a verify pass reads the same bytes.",
         ),
         ("Draft step, full", f"{p.draft_step_full_ms:.2f} ms", "A drafted token with an uncompressed cache."),
-        ("Draft step, compact", f"{p.draft_step_ms:.2f} ms", "A drafted token with the compact memory."),
+        ("Compact step", f"{p.draft_step_ms:.2f} ms", "A drafted token with the compact memory."),
         ("Speed-up, full", f"{p.speedup_full:.2f}x", "Over plain decoding, at the assumed acceptance."),
-        ("Speed-up, compact", f"{p.speedup:.2f}x", "Over plain decoding, at the assumed acceptance."),
+        ("Compact gain", f"{p.speedup:.2f}x", "Speed-up of the compact memory over plain decoding, at the assumed acceptance."),
     ]
     st.subheader(f"At {_k(p.context)} tokens, batch {s.batch}, predicted")
     panels.cells(found)

@@ -73,10 +73,11 @@ def memory_by_context(rows: Sequence[Mapping[str, Any]], *, template: str = "lig
 
     This is also the memory calculator's curve: `masw.figures.calculator` makes such rows from a shape.
     """
-    title = "Draft memory against context length"
+    title = "KV memory against context length"
     if not rows:
         return empty(title, "No rows.", template=template)
-    figure = canvas(title, x="context (tokens)", y="KV bytes of the draft (MiB)", template=template)
+    figure = canvas(title, x="context (tokens)", y="KV bytes (MiB)", template=template)
+    measured = False
     for i, name in enumerate(dict.fromkeys(str(r["method"]) for r in rows)):
         mine = sorted((r for r in rows if r["method"] == name), key=lambda r: r["context"])
         look = style(i)
@@ -89,6 +90,7 @@ def memory_by_context(rows: Sequence[Mapping[str, Any]], *, template: str = "lig
         )
         points = [r for r in mine if r.get("measured_bytes") is not None]
         if points:
+            measured = True
             figure.add_scatter(
                 x=[r["context"] for r in points],
                 y=[r["measured_bytes"] / MIB for r in points],
@@ -101,8 +103,9 @@ def memory_by_context(rows: Sequence[Mapping[str, Any]], *, template: str = "lig
     top = max(rows, key=lambda r: (r["context"], r["predicted_bytes"]))
     return Drawn(
         figure,
-        "KV bytes allocated to reach a context: predicted from the model's shape (lines) and measured from allocated buffers "
-        "(marks). Both axes are logarithmic.",
+        "KV bytes allocated to reach a context: predicted from the model's shape"
+        + (" (lines) and measured from allocated buffers (marks)" if measured else "")
+        + ". Both axes are logarithmic.",
         f"Lines rise with the context; the largest is {top['method']} with {top['predicted_bytes'] / MIB:,.0f} MiB at "
         f"{top['context']:,} tokens.",
         [dict(r) for r in rows],
