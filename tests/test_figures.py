@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -356,6 +357,16 @@ def test_parts_of_a_round_add_up(traces: dict[str, Trace]) -> None:
     for row, emit in zip([r for r in rounds_ms(trace) if r["round"]], emits, strict=True):
         parts = sum(row[p] for p in ("draft", "verify", "upkeep", "other"))
         assert parts == pytest.approx(emit.ms, rel=0.05, abs=0.05)
+
+
+def test_labels_of_lines_that_lie_close_together_do_not_cover_each_other(traces: dict[str, Trace]) -> None:
+    for trace in traces.values():
+        figure = F.step_latency(trace).figure
+        top = max(sum(values) for values in zip(*(bar.y for bar in figure.data), strict=True))
+        labels = [(a.y, a.xanchor, a.yanchor) for a in figure.layout.annotations]
+        assert len(labels) == 3
+        for (low, *place), (high, *other) in pairwise(labels):
+            assert high - low >= 0.08 * top or place != other
 
 
 def test_wilson_interval() -> None:

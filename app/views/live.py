@@ -193,7 +193,7 @@ def _finished(job: Job[Answer]) -> None:
         return
     names = [a.options.method for a in view.arms]
     arm = (
-        view.arms[names.index(st.segmented_control("Arm", names, default=names[-1], required=True, key="arm"))]
+        view.arms[names.index(st.segmented_control("Method shown", names, default=names[-1], required=True, key="arm"))]
         if len(names) > 1
         else view.arms[0]
     )

@@ -50,11 +50,19 @@ def step_latency(trace: Trace, *, template: str = "light") -> Drawn:
             marker=_marker(part),
             hovertemplate="round %{x}: " + part + " %{y:.1f} ms<extra></extra>",
         )
-    low, middle, high = spread([sum(r[p] for p in used) for r in rounds])
-    for value, dash, label in ((low, "dot", "p10"), (middle, "solid", "median"), (high, "dot", "p90")):
+    totals = [sum(r[p] for p in used) for r in rounds]
+    low, middle, high = spread(totals)
+    # Lines that lie close to the median carry their labels on the far side, or the words would cover each other.
+    near = 0.08 * max(totals)
+    for value, dash, label, place in (
+        (low, "dot", "p10", "bottom right" if middle - low < near else "top right"),
+        (middle, "solid", "median", "top left" if high - middle < near else "top right"),
+        (high, "dot", "p90", "top right"),
+    ):
         figure.add_hline(
             y=value,
             line={"color": ink(template), "width": 1, "dash": dash},
+            annotation_position=place,
             annotation={
                 "text": f"{label} {value:.1f} ms",
                 "font": {"size": 11, "color": ink(template)},
