@@ -44,6 +44,15 @@ class AdaptorInfo:
     bias: bool = False  # slot rows have K/V biases though the backbone has none (masw.quiet)
     provenance: dict[str, Any] = field(default_factory=dict)  # commit, data hash, tokens seen, recipe, measure
 
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens of its own training and of those that it started from."""
+        total, about = 0, self.provenance
+        while about:
+            total += about.get("tokens") or 0
+            about = about.get("init") or {}
+        return total
+
     def __post_init__(self) -> None:
         if self.slot_input not in SLOT_INPUTS:
             raise UsageError(f"slot input '{self.slot_input}' is unknown; use {', '.join(SLOT_INPUTS)}")

@@ -120,7 +120,7 @@ class Lesson:
         if self.mode == "trace" and not self._parts:
             self._parts = _read(f"{self.pair}-explained.json")
         elif self.mode == "live" and name not in self._parts:
-            self._parts |= explained(self.session, parts=(name,))
+            self._parts |= explained(self.session, "auto", parts=(name,))  # the slots that runs have
         return self._parts[name]
 
     def attention(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def explained(session: Session, adaptor: str = "none", longest: int = 4096, part
     decoder, dtype = draft.decoder, draft.decoder.dtype
     ids = draft.tokenizer.encode(sample_text())[:SAMPLE_TOKENS]
     chosen, path = adaptor_for(decoder, draft.name, SHOWN.stride or 8, adaptor, ids)
-    what = "the untrained copy" if path is None else f"{path.name}, trained on {chosen.info.provenance.get('tokens', 0):,} tokens"
+    what = "the untrained copy" if path is None else f"{path.name}, trained on {chosen.info.tokens_seen:,} tokens"
     short, compact = MemoryShape(4, 256), MemoryShape(4, 256, 8)
 
     def latency() -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@
 # %% [markdown]
 # # How a slot is born
 #
-# A draft model has to remember a long document cheaply. This notebook fills its memory token by token: what stays exactly (sinks and window), what is folded into memory slots, which position a slot takes, what it reads and who reads it.
+# A small model, the **draft**, proposes a few tokens; a large one, the **target**, checks them in one pass and answers for the output (notebooks 3 and 4). After a long document the draft's KV cache, the keys and values that its attention reads, makes each proposal slow. So the draft has to remember the document cheaply. This notebook fills its memory token by token: what stays exactly (sinks and window), what is folded into memory slots, which position a slot takes, what it reads and who reads it.
 
 # %% tags=["parameters"]
 from typing import Literal
@@ -47,7 +47,7 @@ lesson = start(globals())
 # 1. **Prefill**: the draft reads the prompt once, in chunks.
 # 2. **Sinks** (▼): the first S raw tokens stay for ever. Models put much attention there.
 # 3. **Window** (■): the last W raw tokens stay exactly.
-# 4. **Slot** (◆): every r tokens an extra entry g is written. It goes through all layers like a token, through K/V projections of its own.
+# 4. **Slot** (◆): every r tokens an extra entry g is written. What goes in is the mean of the r token embeddings (other inputs are options); it passes all layers like a token, with K/V projections of its own.
 # 5. **Eviction** (×): raw tokens that the window has passed leave.
 # 6. **Draft**, 7. **verify**, 8. **rollback** are in notebooks 3 and 4.
 #
@@ -90,16 +90,16 @@ assert "g1" in rows["g2"] and "g2" in rows["x12"]
 # %% [markdown]
 # ## 3 What is in the memory at token 1,000, and why position 1,000 occurs twice
 #
-# Take the memory of this notebook's parameters (S = 4, W = 256, r = 8 unless they were changed) when tokens x0 to x999 have been read.
+# Take the memory of this notebook's parameters (S = 4, W = 256, r = 8 unless they were changed) when 1,000 tokens, x0 to x999, have been read.
 #
-# Slot m takes the position of the raw token that *follows* it, m times r. So slot 125 is rotated for position 1,000, and so is x1000, the next raw token. Slots thus take no positions of their own: the distance between any two words is what it was without them, and a draft trained on short texts still works on long ones.
+# Slot m takes the position of the raw token that *follows* it, m times r. So slot 125 has position 1,000 (rotary embeddings turn its key by it), and so will x1000, the next raw token. Slots thus take no positions of their own: the distance between any two words is what it was without them.
 
 # %%
 drawn = figures.memory_content(lesson.shape, 1000, template=template)
 show(drawn)
 
 # %% [markdown]
-# **Takeaway.** With the default parameters: 4 sinks (x0 to x3), 256 raw tokens (x744 to x999) and 125 slots, 385 entries where a full cache holds 1,000. Position 1,000 belongs to slot 125 and to x1000: two entries of different kind, told apart by their stored kind and never by their place.
+# **Takeaway.** With the default parameters: 4 sinks (x0 to x3), 256 raw tokens (x744 to x999) and 125 slots, 385 entries where a full cache holds 1,000. Position 1,000 belongs to slot 125 and to x1000: two entries of different kind, told apart by their stored kind and never by their place. These are the live entries; the buffers have 16 places more, for rollback (notebooks 2 and 4).
 
 # %%
 held = state_count(lesson.shape, 1000)
@@ -120,7 +120,7 @@ profile = lesson.attention()
 show(figures.slot_attention(profile, template=template))
 
 # %% [markdown]
-# **Takeaway.** A slot reads its window, the sinks and earlier slots in one go. How much later tokens give to it is what training changes: an untrained slot is one more entry that says nothing new.
+# **Takeaway.** A slot reads its window, the sinks and earlier slots in one go. Later tokens give it a small share, and a plain one of many keys: what that share carries is what training changes. The caption says which slots these are.
 
 # %%
 assert abs(sum(key["share"] for key in profile["keys"]) - 1) < 1e-3
@@ -138,7 +138,7 @@ distance, adaptor = lesson.distance()
 show(figures.projection_distance(distance, note=f"Adaptor: {adaptor}.", template=template))
 
 # %% [markdown]
-# **Takeaway.** Everything a slot knows how to do beyond a plain token sits in these matrices; the rest of the draft is untouched.
+# **Takeaway.** What a slot can do beyond a plain token sits in these matrices (and in a query projection, where the adaptor has one); the rest of the draft is untouched. Bars at 0 are the untrained copy.
 
 # %%
 assert all(row["key"] >= 0 and row["value"] >= 0 for row in distance)

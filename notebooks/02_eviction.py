@@ -65,7 +65,7 @@ headline("slots at the end", end.slots, "slots")
 # %% [markdown]
 # ## 2 The same, close up: drafting, rejection, rollback
 #
-# The last tokens of the prompt and the answer. Pink entries are drafted and not yet judged: many are rolled back a moment later.
+# The last tokens of the prompt and the answer. Entries marked ? are drafted and not yet judged: many are rolled back a moment later.
 
 # %%
 prompt = trace.header["prompt_tokens"]
@@ -155,7 +155,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** With W = 512 and r = 8 the compact memory is the smaller one from 609 tokens on. Below that, compression costs accuracy and saves nothing. (Notebook 3 has the second answer: lost acceptance.)
+# **Takeaway.** With W = 512 and r = 8 the compact memory is the smaller one from 609 tokens on. Below that, compression costs acceptance (speed, never the answer) and saves no memory. The headline gives the same limit for this notebook's own memory. (Notebook 3 has the second answer: lost acceptance.)
 
 # %%
 assert figures.break_even(MemoryShape(4, 512, 8)) == 609
@@ -180,7 +180,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** r sets the bytes at long contexts; W sets them at short ones. S is a rounding error.
+# **Takeaway.** r sets the bytes at long contexts; W sets them at short ones. r = 1 never pays: a slot for each token, beside the window.
 
 # %%
 by_stride = {row["stride"]: row["entries"] for row in rows if row["context"] == "131,072 tokens"}
@@ -198,7 +198,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** Keeping the first tokens costs next to nothing.
+# **Takeaway.** Keeping the first 4 tokens costs next to nothing; 64 would show at short contexts.
 
 # %%
 by_sinks = {row["sinks"]: row["mib"] for row in rows if row["context"] == "32,768 tokens"}

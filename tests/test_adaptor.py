@@ -222,3 +222,9 @@ def test_what_the_file_system_refuses_is_said(tmp_path: Path) -> None:
             trained_adaptor(DECODER).save(path)
         assert "\n" not in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_tokens_seen_count_those_of_the_runs_before() -> None:
+    before = {"tokens": 80, "init": {"tokens": 400, "recipe": {}}}
+    assert AdaptorInfo("tiny", (4,), provenance={"tokens": 1000, "init": before}).tokens_seen == 1480
+    assert AdaptorInfo("tiny", ()).tokens_seen == 0

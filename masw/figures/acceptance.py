@@ -100,7 +100,7 @@ def acceptance_by_position(traces: Mapping[str, Trace], *, template: str = "ligh
     return Drawn(
         figure,
         "A draft counts as kept when it and all before it in its block were kept. n is the number of blocks that drafted "
-        "position 1; whiskers: 95 % Wilson interval.",
+        "the position (in the legend: position 1); whiskers: 95 % Wilson interval.",
         "Kept at the first position: " + ", ".join(f"{r['method']} {r['share']:.0%} (n {r['n']})" for r in first) + ".",
         table,
     )
