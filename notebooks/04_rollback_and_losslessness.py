@@ -131,4 +131,6 @@ chi_square = sum((row["drawn"] - row["p"]) ** 2 / row["p"] for row in rows if ro
 assert chi_square < 25  # three tokens: beyond this once in 270,000 times
 headline("total variation, accept rule", exact, note="exact, up to rounding")
 headline("total variation, broken rule", broken)
-headline("chi-square of the seeded draws", chi_square, n=draws, note=f"{len(p) - 1} degrees of freedom: as much on average over seeds")
+headline(
+    "chi-square of the seeded draws", chi_square, n=draws, note=f"{len(p) - 1} degrees of freedom: as much on average over seeds"
+)
