@@ -167,7 +167,7 @@ def _show(traces: dict[str, Trace], arms: dict[str, Arm]) -> None:
         "race",
         last,
         1000 / TICK_MS,
-        lambda p: f"{p * TICK_MS / 1e3:.1f} s of {longest / 1e3:.1f} s",
+        lambda p: f"{min(p * TICK_MS, longest) / 1e3:.1f} s of {longest / 1e3:.1f} s",
         draw,
         "Clock (tenths of a second)",
     )
