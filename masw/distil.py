@@ -154,7 +154,7 @@ def hardest(decoder: Decoder, hidden: Tensor, teacher: Tensor, rows: Tensor, mos
 
     hidden, teacher [n, H] before the final norm; rows [n], ascending, the row of each position. Distance is that of the hidden states
     behind the final norm: the LM head then multiplies what there is to learn from, and not the many positions that a window
-    alone gets right (for a vocabulary of 152K it is half of a training step otherwise).
+    alone gets right.
     """
     with torch.no_grad():
         far = (decoder.normed(hidden) - decoder.normed(teacher)).float().square().sum(-1)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
+from masw import hub
 from masw.catalogue import Source
 from masw.config import ModelConfig
-from masw.packages import PackagedFile, Part
+from masw.packages import PackagedFile, Part, UnavailableError
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("h", "e"), ("he", "l"), ("Ġ", "t"), ("1", "2")]
@@ -192,3 +195,20 @@ def write_packaged(folder: Path, alias: str, context: int = 512) -> Source:
     parts = tuple(Part(f"masw-zoo-part{i}", "1.0", "*/data/part*.bin") for i in (1, 2))
     packaged = PackagedFile("m.gguf", parts, hashlib.sha256(data).hexdigest(), len(data), len(data), len(data))
     return Source(alias, "Fake", 30_000, context, hub_id="org/fake", packaged=packaged)
+
+
+def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of masw's, no hub cache, no network: packages come from the folder `index`."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("MASW_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+
+    def no_hub(repository: str, progress: object) -> Path:
+        raise UnavailableError(f"no hub for {repository}")
+
+    monkeypatch.setattr(hub, "download", no_hub)
+    return tmp_path / "home"

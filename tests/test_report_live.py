@@ -39,6 +39,6 @@ def test_notebooks_live_on_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     report("03", "04", "--pair", "smollm2", *short, "--out", tmp_path / "two", "--format", "json")
     three, four = headlines(tmp_path / "two", "03_acceptance"), headlines(tmp_path / "two", "04_rollback_and_losslessness")
     assert three["methods with the output of none"] == 6 and three["kept at position 1, full"] == 1.0
-    assert 1 <= three["tokens per iteration, masw"] <= 6
+    assert 1 < three["tokens per iteration, masw"] < 16 / 3  # some drafts are kept, and not all, as those of the full cache are
     assert four["memory identical after rollback"] is True and four["methods identical to greedy decoding"] == 4
     assert four["total variation, accept rule"] < 1e-12 < four["total variation, broken rule"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from pathlib import Path
@@ -17,7 +16,7 @@ from masw.catalogue import Preset, Source
 from masw.convert import convert
 from masw.errors import MaswError, UsageError
 from masw.packages import Part, UnavailableError, no_progress
-from tests.modelfiles import gguf_values, write_gguf, write_packaged
+from tests.modelfiles import empty_home, gguf_values, write_gguf, write_packaged
 
 CPU = torch.device("cpu")
 REAL_DOWNLOAD = hub.download
@@ -26,19 +25,7 @@ REAL_DOWNLOAD = hub.download
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, no hub cache, no network."""
-    from huggingface_hub import constants
-
-    monkeypatch.setenv("MASW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-
-    def no_hub(repository: str, progress: object) -> Path:
-        raise UnavailableError(f"no hub for {repository}")
-
-    monkeypatch.setattr(hub, "download", no_hub)
-    return tmp_path / "home"
+    return empty_home(tmp_path, monkeypatch)
 
 
 @pytest.fixture
