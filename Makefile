@@ -10,6 +10,7 @@ SETS ?= govreport qmsum multinews
 LONG ?= $(SETS)
 DOCS ?= 2
 REPEATS ?= 2
+JOBS ?= 2
 OUT ?= runs/bench-paper
 PEERS := hf,hf-assisted
 BENCH = $(BIN)/masw bench --max-new-tokens 256
@@ -38,8 +39,8 @@ demo: $(STAMP) ## draft/verify on a long document: make demo [PAIR=smollm2] [DOC
 app: $(STAMP) ## the dashboard in a browser: make app [PAIR=smollm2] [ARGS="--port 8600"]
 	@$(BIN)/masw app $(if $(filter command line environment,$(origin PAIR)),--pair $(PAIR)) $(ARGS)
 
-test: $(STAMP) ## the whole test-suite but what is marked slow
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## the whole test-suite but what is marked slow, in two processes (JOBS=0: in one)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) ## long checks: the 1.6 GB pair, the app on smollm2 (MASW_UPLOADS=DIR takes its documents)
 	@$(BIN)/python -m pytest -m slow

@@ -19,6 +19,15 @@ from masw.errors import UsageError
 KINDS = ("reconstruction", "text", "answers")
 
 
+def amount(text: str) -> int:
+    """A number of tokens: 300000, 300k or 1.5m, in thousands and millions. Raises ValueError for anything else."""
+    unit = {"k": 1_000, "m": 1_000_000}.get(text[-1:].lower(), 1)
+    count = float(text[:-1] if unit > 1 else text) * unit
+    if not 0 <= count < 1e15:  # nan and inf too
+        raise ValueError(text)
+    return int(count)
+
+
 @dataclass(frozen=True)
 class Stage:
     """A stretch of training: `tokens` tokens in rows of `length`, `rows` rows a step, of each kind in these shares."""
@@ -53,10 +62,8 @@ class Stage:
             size, tokens, *rest = text.split(":")
             length, rows = size.split("x")
             shares = [float(s) for s in rest[0].split("/")] if rest else [0.0, 1.0, 0.0]
-            unit = {"k": 1_000, "m": 1_000_000}.get(tokens[-1].lower(), 1)
-            amount = float(tokens[:-1] if unit > 1 else tokens) * unit
             reconstruction, plain, answered = shares
-            return Stage(int(length), int(rows), int(amount), reconstruction, plain, answered)
+            return Stage(int(length), int(rows), amount(tokens), reconstruction, plain, answered)
         except (ValueError, IndexError):
             raise UsageError(
                 f"stage '{text}' is not LENGTHxROWS:TOKENS[:RECONSTRUCTION/TEXT/ANSWERS], such as 384x8:300k:2/1/0"

@@ -316,6 +316,36 @@ def test_a_removed_upload_is_gone_and_replacing_it_does_not_disturb_a_run(chromi
         assert tokens(page) == 256 and page.locator(".masw-facts", has_text=".txt: ").count() == 0
 
 
+def test_back_and_forward_move_by_pages_and_keep_settings_and_document(chromium: Any, site: Site) -> None:
+    """Once Back needed a press for each setting that had been changed, and then came to a page without settings or document."""
+
+    def at(name: str, path: str) -> None:
+        page.get_by_role("heading", level=1, name=name).wait_for()
+        page.get_by_text("prompt tokens of").first.wait_for()
+        until(
+            page,
+            lambda: (
+                page.url.split("?")[0] == site.url + path and {"tokens=256", "W=32"} <= set(page.url.split("?")[-1].split("&"))
+            ),
+        )
+        assert page.get_by_role("slider", name="New tokens, at most").input_value() == "256"
+
+    with visitor(chromium, site) as page:
+        page.context.new_cdp_session(page).send("Emulation.setCPUThrottlingRate", {"rate": 4})  # slow enough for every entry
+        opened(page, site, "?source=Paste&tokens=256&W=32")
+        before = page.evaluate("history.length")
+        paste(page)
+        at("Live", "/")
+        page.get_by_role("link", name="Race").click()
+        at("Race", "/race")
+        page.go_back()
+        at("Live", "/")
+        page.go_forward()
+        at("Race", "/race")
+        assert page.evaluate("history.length") == before + 1
+        assert page.get_by_label("Text of the document").first.input_value() == TEXT
+
+
 def test_the_server_ends_quietly_in_the_middle_of_a_run(chromium: Any, tmp_path: Path) -> None:
     own = Site(tmp_path)
     context = chromium.new_context()

@@ -46,7 +46,7 @@ def train(masw: Masw, sources: list[str], tmp_path: Path, monkeypatch: pytest.Mo
 
     def call(*options: object) -> tuple[int, str, str]:
         base = () if "--base" in options or "--pair" in options else ("--base", "tiny-2")
-        fixed = ("--sinks", 2, "--warmup-steps", 2, "--eval-tokens", 300, "--dtype", "fp32", "--device", "cpu")
+        fixed = ("--sinks", 2, "--warmup-steps", 2, "--eval-tokens", "0.3k", "--dtype", "fp32", "--device", "cpu")
         return masw("train", *base, *sources, *SHORT, *fixed, *options)
 
     return call
@@ -324,6 +324,8 @@ BAD_OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("--slot-input", "sum"), "slot input"),
     (("--attention", "flash"), "attention"),
     (("--sinks", -1), "sinks"),
+    (("--eval-tokens", "20x"), "tokens like 300000, 300k or 1.5m"),
+    (("--eval-tokens", "nan"), "tokens like 300000, 300k or 1.5m"),
     (("--seed", -1), "seed"),
     (("--eval-rows", "64"), "held-out rows are LENGTHxROWS"),
     (("--eval-rows", "4096x1"), "held-out rows: the training text has"),

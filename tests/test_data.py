@@ -202,7 +202,21 @@ def test_stages_are_parsed_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "384", "384x8", "ax8:1k", "384x8:k", "384x8:1k:1/2", "384x8:1k:0/0/0", "8x1:1k", "64x0:1k", "64x1:1k:1/-1/1"]
+    "text",
+    [
+        "",
+        "384",
+        "384x8",
+        "ax8:1k",
+        "384x8:k",
+        "384x8:1k:1/2",
+        "384x8:1k:0/0/0",
+        "8x1:1k",
+        "64x0:1k",
+        "64x1:1k:1/-1/1",
+        "64x1:inf",
+        "64x1:nank",
+    ],
 )
 def test_bad_stages(text: str) -> None:
     with pytest.raises(UsageError):

@@ -114,6 +114,14 @@ def test_previous_and_next_move_by_one_frame(steps_page: Opened) -> None:
         at(number, last - 1)
 
 
+# Figures whose axes have too little height to be read, or whose axis titles leave the drawing.
+CRAMPED = """[...document.querySelectorAll('.plot')].filter((p) => p._fullLayout._has('cartesian')).flatMap((p) => {
+  const box = p.getBoundingClientRect(), titles = [...p.querySelectorAll('[class$=title]')].map((t) => t.getBoundingClientRect());
+  const cut = titles.some((t) => t.left < box.left - 1 || t.right > box.right + 1 || t.top < box.top - 1 || t.bottom > box.bottom + 4);
+  return p._fullLayout._size.h < 220 || cut ? [`${p.closest('figure').id}: ${p._fullLayout._size.h} px, cut: ${cut}`] : [];
+})"""
+
+
 def test_axe_finds_nothing_serious_and_the_console_is_silent(whole_page: Opened, axe: str) -> None:
     page = whole_page.page
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
@@ -122,6 +130,7 @@ def test_axe_finds_nothing_serious_and_the_console_is_silent(whole_page: Opened,
     said = [f"{v['id']}: {v['help']}: {[(n['html'][:200], n['failureSummary'][:300]) for n in v['nodes'][:3]]}" for v in found]
     assert not said, "\n".join(said)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(CRAMPED) == []
     fills = page.evaluate(
         "[...document.querySelectorAll('.plot')].flatMap((p) => p.data).flatMap((t) => t.cells?.fill.color ?? [])"
     )

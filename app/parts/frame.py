@@ -53,6 +53,39 @@ STYLE = """
 </style>
 """
 
+# Streamlit makes an entry in the history for each widget that is bound to the address, clears the address before it leaves a page, and
+# forgets the settings of a page that Back returns to. Here an entry is a page, and Back does what the page's own link does.
+HISTORY = """
+(() => {
+  if (window.maswHistory) return;
+  window.maswHistory = true;
+  const push = history.pushState.bind(history), replace = history.replaceState.bind(history);
+  const LINK = 'a[data-testid="stTopNavLink"]';
+  let page = location.pathname, settings = location.search, leaving = false;
+  function written(write, state, unused, address) {
+    const to = new URL(address ?? "", location.href), same = to.pathname === location.pathname;
+    if (same && !to.search && leaving) return;
+    (same ? replace : write)(state, unused, address);
+    page = to.pathname;
+    if (to.search || !leaving) settings = to.search;
+  }
+  history.replaceState = (...entry) => written(replace, ...entry);
+  history.pushState = (...entry) => written(push, ...entry);
+  for (const kind of ["click", "keydown"]) addEventListener(kind, (event) => {
+    leaving = kind === "click" && Boolean(event.target.closest(LINK));
+  }, true);
+  addEventListener("popstate", (event) => {
+    if (location.pathname === page) return;
+    page = location.pathname;
+    const link = [...document.querySelectorAll(LINK)].find((a) => new URL(a.href).pathname === page);
+    if (!link) return;
+    event.stopImmediatePropagation();
+    replace(history.state, "", page + settings);
+    link.click();
+  }, true);
+})();
+"""
+
 
 @st.cache_resource(show_spinner=False)
 def room() -> Room:
@@ -80,8 +113,8 @@ def visitor() -> str:
 
 
 def begin() -> None:
-    """Styles and the cookie, at the head of each run of the script."""
-    script = f'document.cookie = "{COOKIE}={visitor()}; path=/; SameSite=Strict";'
+    """Styles, the cookie and the history's manners, at the head of each run of the script."""
+    script = f'document.cookie = "{COOKIE}={visitor()}; path=/; SameSite=Strict";{HISTORY}'
     st.html(f"{STYLE}<script>{script}</script>", unsafe_allow_javascript=True)
 
 

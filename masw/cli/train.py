@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from masw.cli.training import Display, interruptible, note
+from masw.cli.training import Display, interruptible, note, token_count
 from masw.errors import MaswError, UsageError
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ def train(
     eval_rows: Annotated[
         str, typer.Option(help="Held-out rows of each kind: LENGTHxROWS in tokens, comma-separated.")
     ] = "1024x3,2048x3",
-    eval_tokens: Annotated[int, typer.Option(help="Tokens between measurements; 0: never.")] = 100_000,
+    eval_tokens: Annotated[
+        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens between measurements; 0: never.")
+    ] = 100_000,
     eval_windows: Annotated[str, typer.Option(help="W that is measured.")] = "128",
     patience: Annotated[int, typer.Option(help="Stop after so many measurements without a better one; 0: never.")] = 0,
     checkpoint_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints.")] = 5.0,

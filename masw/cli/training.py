@@ -108,3 +108,13 @@ def interruptible(said: str = "interrupted outside a training step; the same com
         raise Cancelled(said) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def token_count(text: str) -> int:
+    """What an option that counts tokens takes, as stages do: 300000, 300k or 1.5m."""
+    from masw.curriculum import amount
+
+    try:
+        return amount(text)
+    except ValueError:
+        raise typer.BadParameter(f"a number of tokens like 300000, 300k or 1.5m, not '{text}'") from None

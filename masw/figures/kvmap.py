@@ -58,7 +58,7 @@ def kv_map(
         x="step (chunk, draft or round)",
         y="entry, by raw token position",
         template=template,
-        height=max(320, min(720, 150 + 5 * len(groups))),
+        height=max(360, min(720, 150 + 5 * len(groups))),
     )
     for state in STATES:
         mine = [r for r in runs if r["state"] == state]

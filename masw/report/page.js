@@ -4,7 +4,7 @@
   const system = matchMedia("(prefers-color-scheme: dark)");
   const figures = [...document.querySelectorAll("figure")].filter((f) => f.querySelector(".plot"));
   const SWAP = { "#1a1a1a": "#f0f0f0", "#e2e2e2": "#3a3f46", "#2a3f5f": "#f0f0f0", "#ebf0f8": "#3a3f46", "#555555": "#9a9fa6" };
-  const PAPER = "#15181c";
+  const PAPER = "#15181c", LEAST = 260; // px
   let chosen = null, drawing = 0;
 
   const dark = () => (chosen === null ? system.matches : chosen);
@@ -33,18 +33,34 @@
     return made;
   }
 
-  // Axis titles break into lines where they would be cut off.
-  function broken(layout, width) {
+  function wrapped(text, room) {
+    let line = "", lines = [];
+    for (const word of text.replaceAll("<br>", " ").split(" ")) {
+      if (line && (line + " " + word).length > room) { lines.push(line); line = word; } else line = line ? line + " " + word : word;
+    }
+    return [...lines, line].join("<br>");
+  }
+
+  // Axis titles break into lines where they would be cut off: `width` and `height` are the room they have, in pixels.
+  function broken(layout, width, height) {
+    const found = {};
     for (const [key, axis] of Object.entries(layout)) {
       if (!/^[xy]axis/.test(key) || !axis.title?.text) continue;
-      const room = (key[0] === "x" ? width - 110 : (layout.height || 450) * 0.6) / 7.5;
-      let line = "", lines = [];
-      for (const word of axis.title.text.split(" ")) {
-        if (line && (line + " " + word).length > room) { lines.push(line); line = word; } else line = line ? line + " " + word : word;
-      }
-      axis.title.text = [...lines, line].join("<br>");
+      const text = wrapped(axis.title.text, (key[0] === "x" ? width : height) / 8.6);
+      if (text !== axis.title.text) found[key + ".title.text"] = text;
     }
-    return layout;
+    return found;
+  }
+
+  // What the axes need once it is known what the legend, buttons and labels around them take on this page.
+  async function fitted(plot) {
+    if (!plot._fullLayout._has("cartesian")) return;
+    for (let pass = 0; pass < 2; pass++) { // titles on more lines take height again
+      const { _size: size, height } = plot._fullLayout;
+      const changes = broken(plot.layout, size.w + 2 * Math.min(size.l, size.r), Math.max(size.h, LEAST));
+      if (size.h < LEAST) changes.height = height + LEAST - size.h;
+      if (Object.keys(changes).length) await Plotly.relayout(plot, changes);
+    }
   }
 
   // plotly's buttons are drawings: here they take the focus and answer to Enter and Space, also after they were drawn anew.
@@ -74,8 +90,9 @@
     if (plot.data) Plotly.purge(plot);
     if (layout.meta?.min_width) plot.style.minWidth = layout.meta.min_width + "px"; // rather scroll than shrink letters
     const margin = layout.title ? { ...layout.margin, t: Math.max(16, (layout.margin?.t ?? 100) - 36) } : layout.margin;
-    const shown = { ...broken(layout, plot.clientWidth), title: undefined, margin, width: undefined, autosize: true }; // the title stands above, as text
+    const shown = { ...layout, title: undefined, margin, width: undefined, autosize: true }; // the title stands above, as text
     await Plotly.newPlot(plot, { data, frames, layout: shown, config: { ...config, responsive: true, displaylogo: false, showSendToCloud: false } });
+    await fitted(plot);
     reachable(plot);
     plot.on("plotly_afterplot", () => reachable(plot));
     element.dataset.drawn = String(turn);
