@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ class _Job:
             return found
         except MaswError as error:
             if self.rank:
-                raise typer.Exit(error.exit_code) from None  # the first worker says it
+                _leave_to_the_first(error.exit_code)
             raise
         finally:
             if dist.is_initialized():
@@ -242,6 +243,16 @@ class _Job:
         finally:
             show.close()
         return (result, show) if self.rank == 0 else (None, None)
+
+
+FIRST_SAYS_S = 20.0
+
+
+def _leave_to_the_first(code: int) -> None:
+    """Of an error that all workers meet the first one speaks. torchrun ends the others as soon as one has left, so none leaves before it;
+    returns if the first goes on, and the error is this worker's alone."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(FIRST_SAYS_S)
 
 
 def _tensorboard(folder: Path) -> Callable[[dict[str, Any]], None]:

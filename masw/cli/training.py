@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from masw.errors import Cancelled
+from masw.errors import Cancelled, UsageError
 
 
 class Display:
@@ -115,6 +115,6 @@ def token_count(text: str) -> int:
     from masw.curriculum import amount
 
     try:
-        return amount(text)
+        return amount(str(text))  # a default comes as a number
     except ValueError:
-        raise typer.BadParameter(f"a number of tokens like 300000, 300k or 1.5m, not '{text}'") from None
+        raise UsageError(f"options that count tokens take numbers like 300000, 300k or 1.5m, not '{text}'") from None
