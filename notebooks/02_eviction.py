@@ -96,7 +96,9 @@ if (sinks, window, stride) == (4, 256, 8):
 headline("slots that read a raw token before it leaves", window // stride, "slots")
 
 # %% [markdown]
-# ## 4 Bytes over the run, measured beside the formula
+# ## 4 Bytes over the run, counted beside the formula
+#
+# The counted side adds up what the memory reported at each step of the run (written, evicted, rolled back); section 5 weighs the buffers themselves.
 
 # %%
 traces = lesson.traces(["full", "window", "masw"])
@@ -104,7 +106,7 @@ drawn = figures.memory_bytes(traces, template=template)
 show(drawn)
 
 # %% [markdown]
-# **Takeaway.** The formula (S + W + floor(t / r)) times the bytes of an entry is met exactly; it is the reason why the plan of a run can be trusted.
+# **Takeaway.** What the events add up to is the formula, (S + W + floor(t / r)) times the bytes of an entry, at every step, after rejections too: no entry is lost or left behind.
 
 # %%
 assert all(row["measured bytes"] == row["predicted bytes"] for row in drawn.table if row["method"] != "full" and row["step"] > 0)

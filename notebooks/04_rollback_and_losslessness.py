@@ -55,7 +55,7 @@ back = lesson.roll_back(read=1001, drafted=7, kept=4)
 show(
     figures.method_table(
         back.rows(),
-        {"moment": "moment", "tokens": "tokens read", "slots": "slots", "entries": "entries"},
+        {"moment": "moment", "tokens": "raw tokens read", "slots": "slots", "entries": "entries"},
         title="A rejected draft, before and after",
         template=template,
     )

@@ -44,7 +44,7 @@ def memory_bytes(traces: Mapping[str, Trace], *, template: str = "light") -> Dra
             {
                 "method": name,
                 "step": s.index,
-                "tokens read": s.tokens,
+                "raw tokens read": s.tokens,
                 "measured bytes": s.bytes,
                 "predicted bytes": p,
                 "full cache bytes": s.tokens * size,

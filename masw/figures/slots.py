@@ -90,7 +90,7 @@ def slot_birth(pieces: Sequence[str], shape: MemoryShape, *, per_line: int = 12,
         count = state_count(shape, read)
         table.append(
             {
-                "tokens read": read,
+                "raw tokens read": read,
                 "token": visible(pieces[read - 1]),
                 **{MEANING[k]: v for k, v in count.items()},
                 "entries": shape.entries(read),
@@ -173,31 +173,34 @@ def slot_sources(shape: MemoryShape, tokens: int, *, rows: int = 40, template: s
         )
     first, last = shape.sinks, shape.sinks + gone
     width = math.ceil((last - first) / rows)
-    table, r = [], shape.stride
+    table: list[dict[str, Any]] = []
+    bars, r = [], shape.stride
     for a in range(first, last, width):
         b = min(a + width, last)
-        by = readers(a, shape)
+        first_of, last_of = readers(a, shape), readers(b - 1, shape)
+        low, high = first_of.start, last_of.start
         table.append(
             {
                 "evicted tokens": span(a, b),
-                "closed by slot": a // r + 1,
-                "slot at position": (a // r + 1) * r,
-                "read by slots": f"{by.start}-{by.stop - 1}" if len(by) > 1 else str(by.start),
-                "readers": len(by),
+                "closed by slots": span(low, high + 1),
+                "slots at positions": span(low * r, low * r + 1) if low == high else f"{low * r}-{high * r}",
+                "read by slots": span(low, last_of.stop),
+                "slots that read each": len(first_of),
             }
         )
+        bars.append((low, last_of.stop - low))
     figure = canvas(title, x="evicted raw token (position)", y="slots that read it (number)", template=template)
     figure.add_bar(
         x=list(range(first, last, width)),
         width=width * 0.9,
-        base=[int(str(t["closed by slot"])) for t in table],
-        y=[int(str(t["readers"])) for t in table],
+        base=[low for low, _ in bars],
+        y=[height for _, height in bars],
         marker={"color": COLOURS["slot"], "line": {"width": 1, "color": ink(template)}},
         name=f"{GLYPHS['slot']} slots that could read it",
         showlegend=True,
         hovertext=[
-            f"raw tokens {t['evicted tokens']}<br>closed by slot {t['closed by slot']} (position {t['slot at position']})<br>"
-            f"read by slots {t['read by slots']}"
+            f"raw tokens {t['evicted tokens']}<br>closed by slots {t['closed by slots']} (positions {t['slots at positions']})<br>"
+            f"read by slots {t['read by slots']}, each token by {t['slots that read each']}"
             for t in table
         ],
         hoverinfo="text",
@@ -205,8 +208,9 @@ def slot_sources(shape: MemoryShape, tokens: int, *, rows: int = 40, template: s
     return Drawn(
         figure,
         f"S {shape.sinks}, W {shape.window}, r {r}, after {tokens:,} tokens: {gone:,} raw tokens have left. Each was in the "
-        f"window of the slots shown; "
-        "the lowest one closed its stretch, and every later slot also reads the earlier slots. Predicted from the shape; the "
+        f"window of {shape.window // r} or so of the slots shown"
+        + (f" (a bar stands for {width} neighbours)" if width > 1 else "")
+        + "; the lowest one closed its stretch, and every later slot also reads the earlier slots. Predicted from the shape; the "
         "memory follows it exactly.",
         f"Bars rise from the slot that closed a token's stretch over the {shape.window // r} or so slots that could read the "
         f"token before it left.",
