@@ -10,7 +10,6 @@ import streamlit as st
 from masw import export, figures
 from masw.metrics import summarise
 from masw.report.display import table_twin
-from masw.service import Ask
 from masw.trace import Trace
 from parts.frame import escaped, gib
 from parts.panels import PANELS, coloured
@@ -34,51 +33,20 @@ def remarks(trace: Trace) -> list[str]:
     return said
 
 
-def buttons(trace: Trace, pieces: Sequence[str] | None, ask: Ask | None, key: str) -> None:
-    """Downloads of one run."""
+def buttons(trace: Trace, pieces: Sequence[str] | None, key: str) -> None:
+    """Downloads of one run. Tables are made at once: what is made on the click is known by a name that lasts for one run of the script,
+    and a click while the page is drawn anew would find nothing. The report, which takes seconds, is made on the click all the same."""
     name = f"masw-{trace.header.get('method', 'run')}"
+    notebook_help = "Draws the same figures from the trace; papermill can run it."
     with st.container(horizontal=True):
-        st.download_button(
-            "Trace (.jsonl)",
-            lambda: export.jsonl(trace),
-            f"{name}.jsonl",
-            "application/x-ndjson",
-            key=f"{key}-jsonl",
-            on_click="ignore",
-        )
-        st.download_button(
-            "Tokens (.csv)",
-            lambda: export.tokens_csv(trace),
-            f"{name}-tokens.csv",
-            "text/csv",
-            key=f"{key}-tokens",
-            on_click="ignore",
-        )
-        st.download_button(
-            "Rounds (.csv)",
-            lambda: export.rounds_csv(trace),
-            f"{name}-rounds.csv",
-            "text/csv",
-            key=f"{key}-rounds",
-            on_click="ignore",
-        )
-        st.download_button(
-            "Notebook (.ipynb)",
-            lambda: export.notebook(f"{name}.jsonl"),
-            f"{name}.ipynb",
-            "application/x-ipynb+json",
-            key=f"{key}-ipynb",
-            on_click="ignore",
-            help="Draws the same figures from the trace; papermill can run it.",
-        )
-        st.download_button(
-            "Report (.html)",
-            lambda: report({name: trace}, {name: pieces}),
-            f"{name}.html",
-            "text/html",
-            key=f"{key}-html",
-            on_click="ignore",
-        )
+        for label, made, ending, mime, about in (
+            ("Trace (.jsonl)", export.jsonl(trace), ".jsonl", "application/x-ndjson", None),
+            ("Tokens (.csv)", export.tokens_csv(trace), "-tokens.csv", "text/csv", None),
+            ("Rounds (.csv)", export.rounds_csv(trace), "-rounds.csv", "text/csv", None),
+            ("Notebook (.ipynb)", export.notebook(f"{name}.jsonl"), ".ipynb", "application/x-ipynb+json", notebook_help),
+            ("Report (.html)", lambda: report({name: trace}, {name: pieces}), ".html", "text/html", None),
+        ):
+            st.download_button(label, made, f"{name}{ending}", mime, key=f"{key}-{ending}", on_click="ignore", help=about)
 
 
 def report(traces: Mapping[str, Trace], pieces: Mapping[str, Sequence[str] | None]) -> str:

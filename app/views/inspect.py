@@ -68,7 +68,7 @@ def page() -> None:
 
     panels.key()
     player("inspect", max(len(found) for found in stops.values()) - 1, 2.0, label, draw, "Step")
-    exports.buttons(traces[first], None, None, "inspect")
+    exports.buttons(traces[first], None, "inspect")
 
 
 def _runs() -> dict[str, Trace]:

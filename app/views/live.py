@@ -214,7 +214,7 @@ def _finished(job: Job[Answer]) -> None:
     if mode == "tokens":
         panels.key()
     panels.answer(arm.trace, arm.pieces, str(mode))
-    exports.buttons(arm.trace, arm.pieces, job.work.ask, "live")
+    exports.buttons(arm.trace, arm.pieces, "live")
     panels.draw(arm.trace, list(panels.PANELS), "done")
 
 
