@@ -57,8 +57,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Flat rows for a figure or a printed table: a recipe, W and r each; above them what has no slots, or untrained ones.
 
-    Agreement with the full-KV argmax is the mean over the kinds of held-out rows of a length; tokens per iteration the mean over
-    the target's own answers, of which `n` were judged. "-" where a thing was not measured.
+    Agreement with the full-KV argmax and KL are means over the scored tokens of all held-out rows of a length (answers have few of them),
+    tokens per iteration the mean over the target's own answers, of which `n` were judged. "-" where a thing was not measured.
     """
     found = []
     base = lines[0] if lines else None
@@ -100,8 +100,8 @@ def _row(
         "W": window or "-",
         "r": stride or "-",
         "training loss, first to last (nats)": f"{first:.2f} to {last:.2f}" if trained else "-",
-        **{f"agreement at {n:,}": _mean([r["agreement"] for r in held if _length(r) == n]) for n in lengths},
-        **{f"KL at {n:,} (nats)": _mean([r["kl"] for r in held if _length(r) == n]) for n in lengths[-1:]},
+        **{f"agreement at {n:,}": _over_tokens(held, n, "agreement") for n in lengths},
+        **{f"KL at {n:,} (nats)": _over_tokens(held, n, "kl") for n in lengths[-1:]},
         **{
             f"tokens per iter at {n:,}": _mean([r["tokens_per_iteration"][GAMMA] for r in judged if r["context"] == n])
             for n in contexts
@@ -121,6 +121,11 @@ def _windows(line: dict[str, Any]) -> list[int]:
 
 def _shapes(line: dict[str, Any]) -> list[tuple[int, int]]:
     return sorted({(r["window"], r["stride"]) for r in line["rows"] if r["method"] == "masw"})
+
+
+def _over_tokens(held: list[dict[str, Any]], length: int, field: str) -> float | str:
+    chosen = [r for r in held if _length(r) == length and r["n"]]
+    return round(sum(r["n"] * r[field] for r in chosen) / sum(r["n"] for r in chosen), 3) if chosen else "-"
 
 
 def _mean(values: list[float]) -> float | str:

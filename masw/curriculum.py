@@ -23,9 +23,9 @@ def amount(text: str) -> int:
     """A number of tokens: 300000, 300k or 1.5m, in thousands and millions. Raises ValueError for anything else."""
     unit = {"k": 1_000, "m": 1_000_000}.get(text[-1:].lower(), 1)
     count = float(text[:-1] if unit > 1 else text) * unit
-    if not 0 <= count < 1e15:  # nan and inf too
+    if not 0 <= count < 1e15 or abs(count - round(count)) > 1e-6:  # nan and inf too
         raise ValueError(text)
-    return int(count)
+    return round(count)
 
 
 @dataclass(frozen=True)

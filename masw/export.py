@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,9 +53,11 @@ def tokens_csv(trace: Trace) -> str:
 
 def rounds_csv(trace: Trace) -> str:
     """One row for each round: times in ms, counts, bytes of both memories. Empty cells were not measured."""
-    rows = []
+    rows, by_round = [], defaultdict(list)
+    for event in trace.events:
+        by_round[event.round].append(event)
     for emit in trace.of("emit"):
-        mine = [e for e in trace.events if e.round == emit.round]
+        mine = by_round[emit.round]
 
         def total(kind: str, mine: list[Any] = mine) -> float | None:
             found = [e.ms for e in mine if e.kind == kind]

@@ -125,7 +125,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** Each recipe saw the same number of tokens, far too few to reach what the paper's adaptors reach (its stage 1 alone is 2B tokens), so the table ranks recipes by what they learn first. Rows that say "not measured yet" are missing, and nothing should be read into them.
+# **Takeaway.** Each recipe saw the same number of tokens, far too few to reach what the paper's adaptors reach (its stage 1 alone is 2B tokens), so apart from the copy against the random start no difference here is a ranking. Rows that say "not measured yet" are missing, and nothing should be read into them.
 
 # %%
 headline("ablations measured", len(compared), "rows")

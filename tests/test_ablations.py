@@ -63,6 +63,11 @@ def test_every_recipe_trains_and_is_measured(
     assert list(dict.fromkeys(row["recipe"] for row in rows)) == ["full", "window", "masw-untrained", *script.RECIPES]
     assert [(row["W"], row["r"]) for row in rows if row["recipe"] == "base"] == [(8, 8), (16, 8), (32, 8)]
     assert all(isinstance(row["agreement at 96"], float) for row in rows if row["recipe"] != "full")
+    held = [r for r in lines[0]["held_out"] if r["set"].endswith("-96") and (r["method"], r["window"]) == ("masw", 16)]
+    assert len({r["n"] for r in held}) > 1  # kinds have unlike numbers of tokens, each of which counts once
+    wanted = sum(r["n"] * r["agreement"] for r in held) / sum(r["n"] for r in held)
+    shown_row = next(row for row in rows if (row["recipe"], row["W"]) == ("base", 16))
+    assert shown_row["agreement at 96"] == round(wanted, 3)
     curves = ablations.curves(lines)
     assert curves["base"][0]["nll"] != curves["random"][0]["nll"] and len(curves["base"]) == 4
     shown = capsys.readouterr()

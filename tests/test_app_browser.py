@@ -321,17 +321,14 @@ def test_a_removed_upload_is_gone_and_replacing_it_does_not_disturb_a_run(chromi
 
 def test_back_and_forward_move_by_pages_and_keep_settings_and_document(chromium: Any, site: Site) -> None:
     """Once Back needed a press for each setting that had been changed, and then came to a page without settings or document."""
+    kept = {"tokens=256", "W=32"}
 
-    def at(name: str, path: str) -> None:
+    def at(name: str, path: str, settings: set[str] = kept) -> None:
         page.get_by_role("heading", level=1, name=name).wait_for()
-        page.get_by_text("prompt tokens of").first.wait_for()
-        until(
-            page,
-            lambda: (
-                page.url.split("?")[0] == site.url + path and {"tokens=256", "W=32"} <= set(page.url.split("?")[-1].split("&"))
-            ),
-        )
-        assert page.get_by_role("slider", name="New tokens, at most").input_value() == "256"
+        until(page, lambda: page.url.split("?")[0] == site.url + path and settings <= set(page.url.partition("?")[2].split("&")))
+        if settings == kept:
+            until(page, lambda: page.get_by_role("slider", name="New tokens, at most").input_value() == "256")
+            page.get_by_text("prompt tokens of").first.wait_for()
 
     with visitor(chromium, site) as page:
         page.context.new_cdp_session(page).send("Emulation.setCPUThrottlingRate", {"rate": 4})  # slow enough for every entry
@@ -347,6 +344,24 @@ def test_back_and_forward_move_by_pages_and_keep_settings_and_document(chromium:
         at("Race", "/race")
         assert page.evaluate("history.length") == before + 1
         assert page.get_by_label("Text of the document").first.input_value() == TEXT
+        page.get_by_role("link", name="Explain").click()
+        at("Explain", "/explain", set())
+        assert not page.url.partition("?")[2]  # settings of other pages stay with them
+        page.go_back()
+        at("Race", "/race")
+
+
+def test_back_after_a_reload_reads_the_settings_from_the_address(chromium: Any, site: Site) -> None:
+    with visitor(chromium, site) as page:
+        opened(page, site, "?tokens=256&W=32")
+        page.get_by_role("link", name="Explain").click()
+        page.get_by_role("heading", level=1, name="Explain").wait_for()
+        page.reload()
+        page.get_by_role("heading", level=1, name="Explain").wait_for()
+        page.wait_for_timeout(1000)
+        page.go_back()
+        page.get_by_role("heading", level=1, name="Live").wait_for()
+        until(page, lambda: page.get_by_role("slider", name="New tokens, at most").input_value() == "256")
 
 
 def test_the_server_ends_quietly_in_the_middle_of_a_run(chromium: Any, tmp_path: Path) -> None:

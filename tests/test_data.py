@@ -198,6 +198,7 @@ def curriculum(tmp_path: Path, *stages: str, **options: Any) -> Curriculum:
 def test_stages_are_parsed_and_counted() -> None:
     assert Stage.parse("384x8:300k:2/1/0") == Stage(384, 8, 300_000, 2, 1, 0)
     assert Stage.parse("64x1:1.5m") == Stage(64, 1, 1_500_000, 0, 1, 0)
+    assert Stage.parse("64x1:1.001k").tokens == 1001
     assert Stage(64, 2, 1000).steps == 8
 
 

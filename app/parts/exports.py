@@ -14,6 +14,8 @@ from masw.trace import Trace
 from parts.frame import escaped, gib
 from parts.panels import PANELS, coloured
 
+MOST_EVENTS = 20_000
+
 
 def remarks(trace: Trace) -> list[str]:
     """What has to be known to read a run's numbers rightly."""
@@ -35,17 +37,20 @@ def remarks(trace: Trace) -> list[str]:
 
 def buttons(trace: Trace, pieces: Sequence[str] | None, key: str) -> None:
     """Downloads of one run. Tables are made at once: what is made on the click is known by a name that lasts for one run of the script,
-    and a click while the page is drawn anew would find nothing. The report, which takes seconds, is made on the click all the same."""
+    and a click while the page is drawn anew would find nothing. What takes long is made on the click all the same: the report, and
+    everything of a trace longer than a run of this app can be."""
     name = f"masw-{trace.header.get('method', 'run')}"
     notebook_help = "Draws the same figures from the trace; papermill can run it."
+    at_once = len(trace.events) <= MOST_EVENTS
     with st.container(horizontal=True):
-        for label, made, ending, mime, about in (
-            ("Trace (.jsonl)", export.jsonl(trace), ".jsonl", "application/x-ndjson", None),
-            ("Tokens (.csv)", export.tokens_csv(trace), "-tokens.csv", "text/csv", None),
-            ("Rounds (.csv)", export.rounds_csv(trace), "-rounds.csv", "text/csv", None),
-            ("Notebook (.ipynb)", export.notebook(f"{name}.jsonl"), ".ipynb", "application/x-ipynb+json", notebook_help),
+        for label, make, ending, mime, about in (
+            ("Trace (.jsonl)", lambda: export.jsonl(trace), ".jsonl", "application/x-ndjson", None),
+            ("Tokens (.csv)", lambda: export.tokens_csv(trace), "-tokens.csv", "text/csv", None),
+            ("Rounds (.csv)", lambda: export.rounds_csv(trace), "-rounds.csv", "text/csv", None),
+            ("Notebook (.ipynb)", lambda: export.notebook(f"{name}.jsonl"), ".ipynb", "application/x-ipynb+json", notebook_help),
             ("Report (.html)", lambda: report({name: trace}, {name: pieces}), ".html", "text/html", None),
         ):
+            made = make() if at_once and ending != ".html" else make
             st.download_button(label, made, f"{name}{ending}", mime, key=f"{key}-{ending}", on_click="ignore", help=about)
 
 

@@ -54,33 +54,41 @@ STYLE = """
 """
 
 # Streamlit makes an entry in the history for each widget that is bound to the address, clears the address before it leaves a page, and
-# forgets the settings of a page that Back returns to. Here an entry is a page, and Back does what the page's own link does.
+# forgets settings and document of a page that Back returns to. Here an entry is a page, with the settings it was left with, and Back does
+# what the page's own link does. A page from before a reload is Streamlit's: it reads the settings from the address.
 HISTORY = """
 (() => {
   if (window.maswHistory) return;
   window.maswHistory = true;
   const push = history.pushState.bind(history), replace = history.replaceState.bind(history);
-  const LINK = 'a[data-testid="stTopNavLink"]';
-  let page = location.pathname, settings = location.search, leaving = false;
+  const seen = new Set([location.pathname]);
+  let page = location.pathname, leaving = false, awaited = null;
   function written(write, state, unused, address) {
     const to = new URL(address ?? "", location.href), same = to.pathname === location.pathname;
     if (same && !to.search && leaving) return;
+    if (awaited !== null && to.pathname !== awaited) return;
     (same ? replace : write)(state, unused, address);
+    if (!same || to.search) leaving = false;
     page = to.pathname;
-    if (to.search || !leaving) settings = to.search;
+    seen.add(page);
   }
   history.replaceState = (...entry) => written(replace, ...entry);
   history.pushState = (...entry) => written(push, ...entry);
-  for (const kind of ["click", "keydown"]) addEventListener(kind, (event) => {
-    leaving = kind === "click" && Boolean(event.target.closest(LINK));
+  addEventListener("keydown", () => { awaited = null; }, true);
+  addEventListener("click", (event) => {
+    if (!event.isTrusted) return;
+    awaited = null;
+    const link = event.target.closest("a[href]");
+    if (link && link.origin === location.origin && link.pathname !== page) leaving = true;
   }, true);
   addEventListener("popstate", (event) => {
     if (location.pathname === page) return;
     page = location.pathname;
-    const link = [...document.querySelectorAll(LINK)].find((a) => new URL(a.href).pathname === page);
-    if (!link) return;
+    const link = [...document.querySelectorAll('a[data-testid^="stTopNav"]')].find((a) => a.pathname === page);
+    if (!link || !seen.has(page)) return;
     event.stopImmediatePropagation();
-    replace(history.state, "", page + settings);
+    leaving = true;
+    awaited = page;
     link.click();
   }, true);
 })();

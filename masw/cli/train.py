@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from masw.cli.training import Display, interruptible, note, token_count
-from masw.errors import MaswError, UsageError
+from masw.errors import Cancelled, MaswError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -175,6 +175,8 @@ class _Job:
             finished = True
             return found
         except MaswError as error:
+            if self.rank and isinstance(error, Cancelled):  # all of them were told to end, and the first one says it
+                raise typer.Exit(error.exit_code) from None
             if self.rank:
                 _leave_to_the_first(error.exit_code)
             raise
@@ -251,7 +253,8 @@ FIRST_SAYS_S = 20.0
 def _leave_to_the_first(code: int) -> None:
     """Of an error that all workers meet the first one speaks. torchrun ends the others as soon as one has left, so none leaves before it;
     returns if the first goes on, and the error is this worker's alone."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(code))
     time.sleep(FIRST_SAYS_S)
 
 

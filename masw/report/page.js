@@ -4,7 +4,7 @@
   const system = matchMedia("(prefers-color-scheme: dark)");
   const figures = [...document.querySelectorAll("figure")].filter((f) => f.querySelector(".plot"));
   const SWAP = { "#1a1a1a": "#f0f0f0", "#e2e2e2": "#3a3f46", "#2a3f5f": "#f0f0f0", "#ebf0f8": "#3a3f46", "#555555": "#9a9fa6" };
-  const PAPER = "#15181c", LEAST = 260; // px
+  const PAPER = "#15181c", LEAST = 260, ROW = 140; // px of all axes together, and of each of several
   let chosen = null, drawing = 0;
 
   const dark = () => (chosen === null ? system.matches : chosen);
@@ -41,12 +41,15 @@
     return [...lines, line].join("<br>");
   }
 
-  // Axis titles break into lines where they would be cut off: `width` and `height` are the room they have, in pixels.
-  function broken(layout, width, height) {
+  const share = ({ domain }) => domain[1] - domain[0];
+
+  // Axis titles break into lines where they would be cut off: `width` and `height` are the room of all axes together, in pixels.
+  function broken(layout, full, width, height) {
     const found = {};
     for (const [key, axis] of Object.entries(layout)) {
       if (!/^[xy]axis/.test(key) || !axis.title?.text) continue;
-      const text = wrapped(axis.title.text, (key[0] === "x" ? width : height) / 8.6);
+      const room = key[0] === "x" ? width : height * share(full[key]);
+      const text = wrapped(axis.title.text, room / 8.6);
       if (text !== axis.title.text) found[key + ".title.text"] = text;
     }
     return found;
@@ -54,11 +57,14 @@
 
   // What the axes need once it is known what the legend, buttons and labels around them take on this page.
   async function fitted(plot) {
-    if (!plot._fullLayout._has("cartesian")) return;
+    const full = plot._fullLayout;
+    if (!full._has("cartesian")) return;
     for (let pass = 0; pass < 2; pass++) { // titles on more lines take height again
       const { _size: size, height } = plot._fullLayout;
-      const changes = broken(plot.layout, size.w + 2 * Math.min(size.l, size.r), Math.max(size.h, LEAST));
-      if (size.h < LEAST) changes.height = height + LEAST - size.h;
+      const rows = Object.keys(full).filter((key) => /^yaxis\d*$/.test(key)).map((key) => share(full[key]));
+      const least = Math.max(LEAST, ROW / Math.min(1, ...rows));
+      const changes = broken(plot.layout, plot._fullLayout, size.w + 2 * Math.min(size.l, size.r), Math.max(size.h, least));
+      if (size.h < least) changes.height = height + least - size.h;
       if (Object.keys(changes).length) await Plotly.relayout(plot, changes);
     }
   }
@@ -120,6 +126,15 @@
     drawAll();
   }
 
+  let width = innerWidth, later = 0;
+  function resized() {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    clearTimeout(later);
+    later = setTimeout(drawAll, 400);
+  }
+
+  addEventListener("resize", resized);
   document.addEventListener("keydown", pressed);
   button.addEventListener("click", () => { chosen = !dark(); apply(); });
   system.addEventListener("change", apply);
