@@ -176,6 +176,9 @@ def test_exports_open(page: Any, site: Site, tmp_path: Path) -> None:
     opened(page, site, "?source=Paste&tokens=24&W=32")
     paste(page)
     button(page, "Run").click()
+    until(
+        page, lambda: button(page, "Trace (.jsonl)").count() == 1 and tokens(page) == 24
+    )  # before, the last visit's run stands there
     got = {}
     for name in ("Trace (.jsonl)", "Tokens (.csv)", "Rounds (.csv)", "Report (.html)"):
         button(page, name).wait_for()
