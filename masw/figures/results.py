@@ -64,7 +64,8 @@ def training_curve(
         "nll": "next-token loss (nats)",
         "kl": "KL to the full-KV draft (nats)",
     }
-    title, scale = f"Learning curve: {value}", 100 if value == "agreement" else 1
+    called = {"agreement": "agreement", "nll": "next-token loss", "kl": "KL"}[value]
+    title, scale = f"Learning curve: {called}", 100 if value == "agreement" else 1
     figure = canvas(title, x="trained tokens (thousands)", y=units[value], template=template)
     table: list[dict[str, Any]] = []
     for i, (name, lines) in enumerate(records.items()):
@@ -76,7 +77,7 @@ def training_curve(
                 x=[x / 1e3 for x in xs],
                 y=[scale * y for y in ys],
                 mode="lines",
-                name=f"{name}, training (mean of {smooth} logged steps)",
+                name=f"{name}, training" + (f" (mean of {smooth} logged steps)" if smooth > 1 else ""),
                 line={"width": 1, "color": look["line"]["color"]},
                 opacity=0.6,
             )
