@@ -17,6 +17,7 @@ from masw.data import Answers, Texts
 from masw.errors import UsageError
 
 KINDS = ("reconstruction", "text", "answers")
+MOST_TOKENS = 2**22  # of one step
 
 
 def amount(text: str) -> int:
@@ -44,6 +45,10 @@ class Stage:
             raise UsageError(f"a training row has 16 to 131,072 tokens, not {self.length}")
         if self.rows < 1 or self.tokens < 1:
             raise UsageError(f"a stage needs at least one row a step and one token, not {self.rows} and {self.tokens}")
+        if self.length * self.rows > MOST_TOKENS:
+            raise UsageError(
+                f"a step of {self.rows:,} rows of {self.length:,} tokens is more than {MOST_TOKENS:,} tokens; take fewer rows"
+            )
         if min(self.shares) < 0 or sum(self.shares) <= 0:
             raise UsageError(f"shares of a stage must be zero or more and not all zero, not {self.shares}")
 
