@@ -70,7 +70,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** n and spread stand beside every number; one document is an indication and no result.
+# **Takeaway.** n stands beside every number, and quartiles of the speed-ups are in the tables of data/results; one document is an indication and no result.
 
 # %%
 assert rows
@@ -88,7 +88,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** The paper's claim in kind is a line that rises with the context for the compact strong draft and falls for the uncompressed one. Whether it does here is what this figure is for; where only smollm2's recorded runs are shown, draft and target are one model and no speed-up can be expected.
+# **Takeaway.** The paper's claim in kind is a line that rises with the context for the compact strong draft and falls for the uncompressed one. Whether it does here is what this figure is for; with one context it cannot. Where draft and target are one model (smollm2), no draft model can gain; copying (`lookup`) costs nothing and can.
 
 # %%
 assert all(point["speed-up"] is None or point["speed-up"] > 0 for point in points)
@@ -125,7 +125,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** Each recipe saw the same number of tokens, far too few to reach what the paper's adaptors reach (its stage 1 alone is 2B tokens), so apart from the copy against the random start no difference here is a ranking. Rows that say "not measured yet" are missing, and nothing should be read into them.
+# **Takeaway.** Each recipe saw the same number of tokens, far too few to reach what the paper's adaptors reach (its stage 1 alone is 2B tokens), so it says where recipes start, not where they end: copy far before random, the last token as slot input before the others, and all but that one still below the window without slots in agreement. Rows that say "not measured yet" are missing, and nothing should be read into them.
 
 # %%
 headline("ablations measured", len(compared), "rows")

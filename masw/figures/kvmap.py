@@ -101,7 +101,7 @@ def kv_map(
         _cursor(figure, all_steps, len(groups))
     end = all_steps[-1]
     grouped = (
-        f" Each row stands for up to {max(b - a for _, a, b in groups)} neighbours."
+        f" Each row stands for up to {max(b - a for _, a, b in groups)} neighbours, and shows the state of the oldest one."
         if any(b - a > 1 for _, a, b in groups)
         else ""
     )
@@ -152,7 +152,8 @@ def _runs(
             "to": j,
             "written at step": written,
             "evicted at step": gone,
-            "bytes": None if size is None else (0 if states[i] == "evicted" else (b - a) * size),
+            # Neighbours come and go one by one: only the row of a single entry has one number of bytes.
+            "bytes": None if size is None or b - a > 1 else (0 if states[i] == "evicted" else size),
         }
         for i, j in pairwise(edges)
         if states[i]
@@ -160,8 +161,7 @@ def _runs(
 
 
 def _row(run: Mapping[str, Any]) -> dict[str, Any]:
-    row = {k: v for k, v in run.items() if k != "row"}
-    return row if row["evicted at step"] is not None else {**row, "evicted at step": NOT_APPLICABLE}
+    return {k: NOT_APPLICABLE if v is None and k in ("evicted at step", "bytes") else v for k, v in run.items() if k != "row"}
 
 
 def _run_text(r: Mapping[str, Any]) -> str:
