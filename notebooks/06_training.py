@@ -65,7 +65,7 @@ for name, points in held.items():
 show(figures.training_curve(logs, value="kl", template=template))
 
 # %% [markdown]
-# **Takeaway.** KL falls smoothly where agreement hesitates: most of what is learned first does not change the first choice.
+# **Takeaway.** KL counts what agreement cannot see, since much of what is learned first does not change the first choice. Neither improves by itself: with a high rate and half reconstruction the recorded `quiet` run lost agreement and ended below its window.
 
 # %%
 first = next(iter(logs.values()))

@@ -198,7 +198,12 @@ def run(options: argparse.Namespace) -> None:
     draft_of(setting.pair)
     table = ablations.Table(
         options.results or Path(__file__).parents[1] / "data" / "results" / f"ablations_{setting.pair}.jsonl",
-        {"command": " ".join(["python scripts/ablations.py", *sys.argv[1:]]), "pair": setting.pair, **versions()},
+        # Folders of this machine are nobody else's: a path is told by its last part.
+        {
+            "command": " ".join(["python scripts/ablations.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
+            "pair": setting.pair,
+            **versions(),
+        },
     )
     files = 1 if options.tiny else len(SETS)
     waiting = [name for name in names if not table.has(setting.key(name))]

@@ -217,6 +217,8 @@ def test_stages_are_parsed_and_counted() -> None:
         "64x1:1k:1/-1/1",
         "64x1:inf",
         "64x1:nank",
+        "64x1:99.5",
+        "128x99999999:1k",
     ],
 )
 def test_bad_stages(text: str) -> None:

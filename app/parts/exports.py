@@ -38,7 +38,7 @@ def remarks(trace: Trace) -> list[str]:
 def buttons(trace: Trace, pieces: Sequence[str] | None, key: str) -> None:
     """Downloads of one run. Tables are made at once: what is made on the click is known by a name that lasts for one run of the script,
     and a click while the page is drawn anew would find nothing. What takes long is made on the click all the same: the report, and
-    everything of a trace longer than a run of this app can be."""
+    everything of a very long trace."""
     name = f"masw-{trace.header.get('method', 'run')}"
     notebook_help = "Draws the same figures from the trace; papermill can run it."
     at_once = len(trace.events) <= MOST_EVENTS
