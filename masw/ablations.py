@@ -14,8 +14,10 @@ from typing import Any
 
 from masw.errors import UsageError
 from masw.files import check_writable, replacing
+from masw.metrics import NOT_APPLICABLE
 
 SCHEMA = 1
+ANSWERS = "answers (n)"  # heading of the column that counts them
 GAMMA = "5"  # the gamma whose tokens per iteration the table shows
 
 
@@ -58,7 +60,7 @@ def rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Flat rows for a figure or a printed table: a recipe, W and r each; above them what has no slots, or untrained ones.
 
     Agreement with the full-KV argmax and KL are means over the scored tokens of all held-out rows of a length (answers have few of them),
-    tokens per iteration the mean over the target's own answers, of which `n` were judged. "-" where a thing was not measured.
+    tokens per iteration the mean over the target's own answers, of which "answers (n)" were judged. None where a thing was not measured.
     """
     found = []
     base = lines[0] if lines else None
@@ -69,7 +71,7 @@ def rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             *(_row(base, "masw-untrained", w, r, "slots from a plain copy, untrained", trained=False) for w, r in _shapes(base)),
         ]
     found += [_row(line, "masw", w, r, line["about"], trained=True) for line in lines for w, r in _shapes(line)]
-    return [row for row in found if row["n"]]
+    return [row for row in found if row[ANSWERS]]
 
 
 def curves(lines: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -97,16 +99,16 @@ def _row(
         "recipe": line["recipe"] if trained else method,
         "what differs": about,
         "trained tokens": line["curve"][-1][0] if trained else 0,
-        "W": window or "-",
-        "r": stride or "-",
-        "training loss, first to last (nats)": f"{first:.2f} to {last:.2f}" if trained else "-",
+        "W": window or NOT_APPLICABLE,
+        "r": stride or NOT_APPLICABLE,
+        "training loss, first to last (nats)": f"{first:.2f} to {last:.2f}" if trained else NOT_APPLICABLE,
         **{f"agreement at {n:,}": _over_tokens(held, n, "agreement") for n in lengths},
         **{f"KL at {n:,} (nats)": _over_tokens(held, n, "kl") for n in lengths[-1:]},
         **{
             f"tokens per iter at {n:,}": _mean([r["tokens_per_iteration"][GAMMA] for r in judged if r["context"] == n])
             for n in contexts
         },
-        "n": sum(r["n"] for r in judged),
+        ANSWERS: sum(r["n"] for r in judged),
     }
 
 
@@ -123,14 +125,16 @@ def _shapes(line: dict[str, Any]) -> list[tuple[int, int]]:
     return sorted({(r["window"], r["stride"]) for r in line["rows"] if r["method"] == "masw"})
 
 
-def _over_tokens(held: list[dict[str, Any]], length: int, field: str) -> float | str:
+def _over_tokens(held: list[dict[str, Any]], length: int, field: str) -> float | None:
     chosen = [r for r in held if _length(r) == length and r["n"]]
-    return round(sum(r["n"] * r[field] for r in chosen) / sum(r["n"] for r in chosen), 3) if chosen else "-"
+    return round(sum(r["n"] * r[field] for r in chosen) / sum(r["n"] for r in chosen), 3) if chosen else None
 
 
-def _mean(values: list[float]) -> float | str:
-    return round(fmean(values), 3) if values else "-"
+def _mean(values: list[float]) -> float | None:
+    return round(fmean(values), 3) if values else None
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "not measured"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else str(value)

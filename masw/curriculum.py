@@ -71,7 +71,8 @@ class Stage:
             return Stage(int(length), int(rows), amount(tokens), reconstruction, plain, answered)
         except (ValueError, IndexError):
             raise UsageError(
-                f"stage '{text}' is not LENGTHxROWS:TOKENS[:RECONSTRUCTION/TEXT/ANSWERS], such as 384x8:300k:2/1/0"
+                f"stage '{text}' is not LENGTHxROWS:TOKENS[:RECONSTRUCTION/TEXT/ANSWERS], such as 384x8:300k:2/1/0 "
+                "(TOKENS: a whole number, 300k or 1.5m)"
             ) from None
 
 

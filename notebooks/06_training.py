@@ -37,7 +37,7 @@ lesson = start(globals())
 # %% [markdown]
 # ## 1 Learning curves, recorded
 #
-# Agreement: how often the draft's first choice is that of the same model with its full cache. That is what acceptance counts, so it is the measure; loss is the wrong judge. `copy` started from a plain copy of the projections, as the paper does; `quiet` from slots that no query looks at. `shipped` is the last 1.10M tokens of the adaptor that comes with masw: it goes on from one of 560K tokens, at a rate that falls, on the distance to the full cache alone. Each run was measured on its own held-out rows.
+# Agreement: how often the draft's first choice is that of the same model with its full cache. That is what acceptance counts, so it is the measure; loss is the wrong judge. `copy` started from a plain copy of the projections, as the paper does; `quiet` from slots that no query looks at. `shipped` is the last 1.10M tokens of the adaptor that comes with masw: it goes on from one of 560K tokens, at a rate that falls, on the distance to the full cache alone. Each run was measured on its own held-out rows, at steps of its own: a mark is such a measurement, and the thin line of `copy` goes on after its last mark because that run was stopped before the next.
 
 # %%
 logs = lesson.training()
@@ -84,7 +84,7 @@ starts = {name: losses[name] for name in ("base", "random") if name in losses}
 show(figures.training_curve(starts, value="nll", smooth=1, template=template))
 
 # %% [markdown]
-# **Takeaway.** The paper reports that random initialisation is still worse after 300 steps than the copy at step 0, that training at 8K beats 32K for equal tokens (3.77 against 3.58 tokens per iteration at 32K), and PT + SFT 5.34 against SFT alone 3.01. In this project's small runs (smollm2, 49,152 tokens a recipe, 24 steps, one seed) the random start stays far behind the trained copy in every column, and its next-token loss never comes down to the copy's at its first step (its agreement does pass that of an untrained copy). The paper's other two comparisons differ here by less than such a budget can tell. A slot that reads the last of its tokens starts nearest, and is the only recipe of this table above its own window, at 2,048 and 4,096 tokens; all others are still below it in agreement. `n` counts the target's answers behind tokens per iteration; first and last loss are single steps on unlike rows.
+# **Takeaway.** The paper reports that random initialisation is still worse after 300 steps than the copy at step 0, that training at 8K beats 32K for equal tokens (3.77 against 3.58 tokens per iteration at 32K), and PT + SFT 5.34 against SFT alone 3.01. In this project's small runs (smollm2, 49,152 tokens a recipe, 24 steps, one seed) the random start stays far behind the trained copy in every column, and its next-token loss never comes down to the copy's at its first step (its agreement does pass that of an untrained copy). The paper's other two comparisons differ here by less than such a budget can tell. A slot that reads the last of its tokens starts nearest, and is the only recipe of this table above its own window, at 2,048 and 4,096 tokens; all others are still below it in agreement. "answers (n)" counts the target's answers behind tokens per iteration; W and r do not apply to a row without window or slots; first and last loss are single steps on unlike rows.
 
 # %%
 assert rows

@@ -53,7 +53,7 @@ lesson = start(globals())
 # %% [markdown]
 # ## 1 Main table
 #
-# Every row is a set, a context and a method, over documents and repeats. Speed-ups are medians of ratios to autoregressive decoding of the same document; `predicted` uses measured step times, `at floor` the cost model alone. In bf16 a block of rows is rounded differently than a single row, so an output may part from the greedy one where the target's two best logits nearly tie: the last column is how far they were apart. In fp32 outputs are equal (notebook 04).
+# Every row is a set, a context and a method, over documents and repeats. Speed-ups are medians of ratios to autoregressive decoding of the same document; `predicted` uses measured step times, `at floor` the cost model alone. In bf16 a block of rows is rounded differently than a single row, so an output may part from the greedy one where the target's two best logits nearly tie: the last column is how far they were apart. In fp32 outputs are equal (notebook 04). The share of draft KV is of that drafter's own full cache: 1 for an EAGLE head, whose cache is uncompressed and one layer deep.
 
 # %%
 lines = bench_lines(pair)
@@ -125,7 +125,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** Each recipe saw the same number of tokens, far too few to reach what the paper's adaptors reach (its stage 1 alone is 2B tokens), so it says where recipes start, not where they end: copy far before random, the last token as slot input before the others, and all but that one still below the window without slots in agreement. Rows that say "not measured yet" are missing, and nothing should be read into them.
+# **Takeaway.** "answers (n)" counts the target's answers behind tokens per iteration. Each recipe saw the same number of tokens, far too few to reach what the paper's adaptors reach (its stage 1 alone is 2B tokens), so it says where recipes start, not where they end: copy far before random, the last token as slot input before the others, and all but that one still below the window without slots in agreement. Rows that say "not measured yet" are missing, and nothing should be read into them.
 
 # %%
 headline("ablations measured", len(compared), "rows")

@@ -311,6 +311,7 @@ def test_an_interrupt_during_a_measurement(train: Masw, tmp_path: Path, monkeypa
 
 BAD_OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("--stages", "64"), "stage '64' is not LENGTHxROWS"),
+    (("--stages", "128x2:0.5"), "(TOKENS: a whole number, 300k or 1.5m)"),
     (("--stages", "64x2:1k:0/0/0"), "not all zero"),
     (("--stages", "8x2:1k"), "16 to 131,072 tokens"),
     (("--stages", "16384x2:32k:0/0/1"), "longer than the model's 8,192 positions"),
@@ -324,8 +325,8 @@ BAD_OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("--slot-input", "sum"), "slot input"),
     (("--attention", "flash"), "attention"),
     (("--sinks", -1), "sinks"),
-    (("--eval-tokens", "20x"), "take numbers like 300000, 300k or 1.5m"),
-    (("--eval-tokens", "nan"), "take numbers like 300000, 300k or 1.5m"),
+    (("--eval-tokens", "20x"), "--eval-tokens takes a number of tokens like 300000, 300k or 1.5m"),
+    (("--eval-tokens", "nan"), "--eval-tokens takes a number of tokens like 300000, 300k or 1.5m"),
     (("--seed", -1), "seed"),
     (("--eval-rows", "64"), "held-out rows are LENGTHxROWS"),
     (("--eval-rows", "4096x1"), "held-out rows: the training text has"),

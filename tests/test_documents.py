@@ -126,6 +126,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "invisible": ("\u200b\ufeff\u200b".encode(), "only white space"),
     "random": (bytes(range(256)) * 32, "not a text file"),
     "no encoding": (HIGH, "not a text file"),
+    "a scrap of binary": (bytes(range(8)), "not a text file (binary: 1 control character of 4)"),
     "half UTF-16": ("caf\u00e9".encode("utf-16") + b"\0", "not UTF-16"),
     "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(40), "PNG image"),
     "old Word": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(99), "old Word"),

@@ -337,6 +337,42 @@ def test_what_cannot_exist_is_told_from_what_was_not_measured() -> None:
     assert shown.figure.data[0].cells["values"][1] == ["—", "not measured"] and "does not apply" in shown.caption
 
 
+def test_an_entry_that_was_rolled_back_has_a_life_for_each_time() -> None:
+    """Met by a reader: the second entry at a position said that it was written at the step of the first."""
+    trace = Trace.load(RECORDED["smollm2-masw"])
+    prompt = trace.header["prompt_tokens"]
+    drawn = F.kv_map(trace, first=prompt - 16, rows=400)
+    last = max(step.tokens for step in steps(trace)) - 1
+    assert drawn.caption.startswith(f"Entries of raw tokens {prompt - 16:,}-{last:,} and of the slots among them, each from")
+    assert F.kv_map(trace).caption.startswith("Every entry from")
+    lives: dict[str, dict[int, Any]] = {}
+    for row in drawn.table:
+        lives.setdefault(row["entry"], {})[row["written at step"]] = row["rolled back at step"]
+    again = {entry: found for entry, found in lives.items() if len(found) > 1}
+    assert again and any(entry.startswith("slot") for entry in again)
+    for found in again.values():
+        for (_, rolled), (written, _) in pairwise(sorted(found.items())):
+            assert rolled <= written
+    settled = {step.index for step in steps(trace) if step.kind == "settle"}
+    assert {rolled for found in lives.values() for rolled in found.values()} - {"—"} <= settled
+    assert any("rolled back at step" in text for bar in drawn.figure.data for text in bar.hovertext or ())
+
+
+def test_neighbours_that_share_a_row_give_the_steps_of_all() -> None:
+    trace = Trace.load(RECORDED["smollm2-masw"])
+    single = {row["entry"]: row for row in F.kv_map(trace, first=800, last=816, rows=99).table if row["state"] == "evicted"}
+    for row in F.kv_map(trace, rows=24).table:
+        if row["state"] == "evicted" and row["entry"].startswith("x ") and "-" in row["entry"]:
+            first, last = (int(n.replace(",", "")) for n in row["entry"][2:].split("-"))
+            if 800 <= first and last < 816:
+                both = single[f"x {first}"], single[f"x {last}"]
+                for key in ("written at step", "evicted at step"):
+                    ends = [both[0][key], both[1][key]]
+                    assert row[key] == (ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}")
+    kinds = {type(row["evicted at step"]) for row in F.kv_map(trace, rows=24).table if row["state"] == "evicted"}
+    assert str in kinds  # some rows do leave over several steps
+
+
 def test_the_guides_miniature_is_a_memory_that_can_be_built() -> None:
     text = (Path(__file__).parents[1] / "data" / "samples" / "guide.md").read_text(encoding="utf-8")
     found = re.search(r"miniature with S = (\d+), W = (\d+), r = (\d+)\. (.*)", text)

@@ -43,7 +43,7 @@ def test_show_stores_the_figure_once_with_alt_caption_and_table(shown) -> None:
 def test_headlines_unwrap_scalars_and_refuse_the_rest() -> None:
     made = display.headline_record("kept", np.float32(0.5), "share", n=np.int64(3), spread=(0.4, np.float64("nan")))
     assert made == {"name": "kept", "value": 0.5, "unit": "share", "kind": "value", "n": 3, "spread": [0.4, None]}
-    assert display.headline_text(made) == "kept: 0.5 share (n = 3, 0.4 to not measured)"
+    assert display.headline_text(made) == "kept: 50 % (n = 3, 40 % to not measured)"
     assert display.headline_record("x", float("inf"))["value"] is None
     assert display.headline_text(display.headline_record("x", None, kind="timing")) == "x: not measured (timing)"
     with pytest.raises(ValueError, match="kind is one of"):

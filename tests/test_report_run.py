@@ -82,6 +82,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole report of two notebooks."""
     sources = choose([], library)
+    assert [s.name for s in choose(["1"], library)] == [s.name for s in choose(["01"], library)] == ["01_slots"]
     values = {s.name: s.schema.values({"window": 32} if s.schema.parameters else {}) for s in sources}
     made = build(sources, values, tmp_path_factory.mktemp("reports") / "out")
     assert made.complete, [o.error for o in made.outcomes]

@@ -289,7 +289,11 @@ def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Ses
                 if report["draft_kv_bytes_peak"] > report["draft_kv_bytes_predicted"]
                 else []
             ),
-            Line("draft KV, uncompressed", size(report["draft_kv_bytes_full"]), f"{kept:.1%} kept"),
+            Line(
+                "draft KV, uncompressed",
+                size(report["draft_kv_bytes_full"]),
+                f"{kept:.1%} kept" if kept <= 1 else f"{kept:.1f} times as much kept: the prompt is short for this memory",
+            ),
         ]
     lines.append(Line("peak memory of the process", size(report["peak_memory_bytes"])))
     text = table(lines, ("", job.options.method, "autoregressive" if ar else ""))

@@ -84,7 +84,7 @@ def train(
         str, typer.Option(help="Held-out rows of each kind: LENGTHxROWS in tokens, comma-separated.")
     ] = "1024x3,2048x3",
     eval_tokens: Annotated[
-        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens between measurements; 0: never.")
+        int, typer.Option(parser=token_count("--eval-tokens"), metavar="TOKENS", help="Tokens between measurements; 0: never.")
     ] = 100_000,
     eval_windows: Annotated[str, typer.Option(help="W that is measured.")] = "128",
     patience: Annotated[int, typer.Option(help="Stop after so many measurements without a better one; 0: never.")] = 0,

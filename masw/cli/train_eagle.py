@@ -23,7 +23,7 @@ def train_eagle(
     pair: Annotated[str | None, typer.Option(help="Preset or DRAFT:TARGET whose target is to get a head.")] = None,
     base: Annotated[str | None, typer.Option(help="The target itself: a name, a hub id or a folder.")] = None,
     valid: Annotated[list[str], typer.Option(metavar="SRC", help="Plain text that is only measured on.")] = [],  # noqa: B006
-    tokens: Annotated[int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens of the whole recipe.")] = 1_000_000,
+    tokens: Annotated[int, typer.Option(parser=token_count("--tokens"), metavar="TOKENS", help="Tokens of the whole recipe.")] = 1_000_000,
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
     rows: Annotated[int, typer.Option(help="Rows of a step.")] = 2,
     regression: Annotated[float, typer.Option(help="Weight of the smooth L1 distance to the target's features.")] = 1.0,
@@ -37,7 +37,7 @@ def train_eagle(
     fit_tokens: Annotated[
         int,
         typer.Option(
-            parser=token_count,
+            parser=token_count("--fit-tokens"),
             metavar="TOKENS",
             help="The head starts as the best linear predictor on the first so many tokens; 0: random.",
         ),
@@ -45,7 +45,7 @@ def train_eagle(
     seed: Annotated[int, typer.Option(help="Seed of the order of text, of noise, and of fc's first weights.")] = 0,
     eval_rows: Annotated[int, typer.Option(help="Held-out rows of --length tokens.")] = 4,
     eval_tokens: Annotated[
-        int, typer.Option(parser=token_count, metavar="TOKENS", help="Tokens between measurements; 0: never.")
+        int, typer.Option(parser=token_count("--eval-tokens"), metavar="TOKENS", help="Tokens between measurements; 0: never.")
     ] = 100_000,
     checkpoint_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints.")] = 5.0,
     max_minutes: Annotated[float | None, typer.Option(help="Stop, with a checkpoint, this long after the start.")] = None,

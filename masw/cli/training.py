@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,11 +110,15 @@ def interruptible(said: str = "interrupted outside a training step; the same com
         signal.signal(signal.SIGTERM, before)
 
 
-def token_count(text: str) -> int:
-    """What an option that counts tokens takes, as stages do: 300000, 300k or 1.5m."""
-    from masw.curriculum import amount
+def token_count(option: str) -> Callable[[str], int]:
+    """The parser of an option that counts tokens as stages do: 300000, 300k or 1.5m. Its errors name the option."""
 
-    try:
-        return amount(str(text))  # a default comes as a number
-    except ValueError:
-        raise UsageError(f"options that count tokens take numbers like 300000, 300k or 1.5m, not '{text}'") from None
+    def parse(text: str) -> int:
+        from masw.curriculum import amount
+
+        try:
+            return amount(str(text))  # a default comes as a number
+        except ValueError:
+            raise UsageError(f"{option} takes a number of tokens like 300000, 300k or 1.5m, not '{text}'") from None
+
+    return parse

@@ -301,7 +301,8 @@ def refuse_control(text: str, name: str) -> None:
 
 
 def _refuse_binary(odd: int, total: int, name: str) -> None:
-    if odd > max(16, total // 20):
+    # Stray control characters are forgiven, a few of them even where they are many for a short text, but not most of a scrap.
+    if odd > max(min(16, total // 8), total // 20):
         raise UsageError(
-            f"{name} is not a text file (binary: {odd:,} control characters of {total:,}); give a text, PDF, DOCX, HTML or EPUB file"
+            f"{name} is not a text file (binary: {plural(odd, 'control character')} of {total:,}); give a text, PDF, DOCX, HTML or EPUB file"
         )

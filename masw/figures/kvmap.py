@@ -16,6 +16,7 @@ from masw.timeline import STATES, Step, entry_bytes, raw_state, shape_of, slot_s
 from masw.trace import Trace
 
 MOST_FRAMES = 80
+NOT_ALWAYS = ("evicted at step", "rolled back at step", "bytes")  # what a run need not have
 
 
 def kv_map(
@@ -31,6 +32,7 @@ def kv_map(
 
     Entries of raw tokens [first, last) (default: all) and of the slots whose boundary lies among them. Neighbours share a row when
     there are more than `rows`; a row then shows the state of its oldest entry, and the hover says which entries those are.
+    An entry that was rolled back and written again has a life, with steps of its own, for each time.
     """
     title = "KV map: what the draft's memory holds, step by step"
     shape, all_steps = shape_of(trace), steps(trace)
@@ -49,7 +51,7 @@ def kv_map(
     if kept is not None and lo == 0:  # as many in each layer and head, not the same ones: a row of its own
         run: dict[str, Any] = {"row": len(groups), "entry": f"{kept.selected:,} selected", "state": "selected"}
         run |= {"source tokens": "prompt; differ by layer and head", "from": kept.index, "to": len(all_steps)}
-        run |= {"written at step": kept.index, "evicted at step": None}
+        run |= {"written at step": kept.index, "evicted at step": None, "rolled back at step": None}
         runs.append({**run, "bytes": None if size is None else kept.selected * size})
     if not runs:
         return empty(title, "The draft has read nothing of this range yet.", template=template)
@@ -100,6 +102,7 @@ def kv_map(
     if play:
         _cursor(figure, all_steps, len(groups))
     end = all_steps[-1]
+    which = "Every entry" if (lo, hi) == (0, most) else f"Entries of raw tokens {lo:,}-{hi - 1:,} and of the slots among them, each"
     grouped = (
         f" Each row stands for up to {max(b - a for _, a, b in groups)} neighbours, and shows the state of the oldest one."
         if any(b - a > 1 for _, a, b in groups)
@@ -107,7 +110,7 @@ def kv_map(
     )
     return Drawn(
         figure,
-        f"Every entry from the step that wrote it to the step that dropped it ({describe_run(trace.header)}).{grouped}"
+        f"{which} from the step that wrote it to the step that dropped it ({describe_run(trace.header)}).{grouped}"
         + ("" if size is None else f" One entry takes {size:,} bytes over all layers."),
         f"Rows are cache entries, columns are {len(all_steps)} steps. At the end the draft has read {end.tokens:,} tokens and holds "
         f"{end.tokens - end.evicted:,} of them raw and {end.slots:,} slots; {end.evicted:,} raw tokens have been evicted.",
@@ -135,38 +138,57 @@ def _groups(lo: int, hi: int, slots: int, shape: MemoryShape, rows: int) -> list
 def _runs(
     row: int, is_slot: bool, a: int, b: int, all_steps: Sequence[Step], shape: MemoryShape, size: int | None
 ) -> list[dict[str, Any]]:
-    states = [slot_state(a, s, shape) if is_slot else raw_state(a, s, shape) for s in all_steps]
-    edges = [0, *(i for i, (x, y) in enumerate(pairwise(states), 1) if x != y), len(states)]
-    written = next((i for i, s in enumerate(states) if s), None)
-    gone = next((i for i, s in enumerate(states) if s == "evicted"), None)
+    def life(entry: int) -> list[str | None]:
+        return [slot_state(entry, s, shape) if is_slot else raw_state(entry, s, shape) for s in all_steps]
+
+    oldest, newest = life(a), life(b - 1)
     stride = shape.stride or 1
     what = _name(is_slot, a, b)
     source = f"{(a - 1) * stride}-{(b - 1) * stride - 1}" if is_slot else span(a, b)
-    return [
-        {
-            "row": row,
-            "entry": what,
-            "state": states[i],
-            "source tokens": source,
-            "from": i,
-            "to": j,
-            "written at step": written,
-            "evicted at step": gone,
-            # Neighbours come and go one by one: only the row of a single entry has one number of bytes.
-            "bytes": None if size is None or b - a > 1 else (0 if states[i] == "evicted" else size),
+    found = []
+    for start, end in _stretches([state is not None for state in oldest]):
+        # Neighbours are written, and leave, from the oldest to the newest.
+        written = start, next((i for i in range(start, end) if newest[i]), None)
+        gone = (next((i for i in range(start, end) if states[i] == "evicted"), None) for states in (oldest, newest))
+        when = {
+            "written at step": _from_to(*written),
+            "evicted at step": _from_to(*gone),
+            "rolled back at step": end if end < len(all_steps) else None,
         }
-        for i, j in pairwise(edges)
-        if states[i]
-    ]
+        for i, j in _same(oldest[start:end], start):
+            # Neighbours come and go one by one: only the row of a single entry has one number of bytes.
+            held = None if size is None or b - a > 1 else (0 if oldest[i] == "evicted" else size)
+            run = {"row": row, "entry": what, "state": oldest[i], "source tokens": source, "from": i, "to": j}
+            found.append({**run, **when, "bytes": held})
+    return found
+
+
+def _same(values: Sequence[Any], at: int = 0) -> list[tuple[int, int]]:
+    """[from, to) of each run of equal values; the first value stands at `at`."""
+    edges = [0, *(i for i, (x, y) in enumerate(pairwise(values), 1) if x != y), len(values)]
+    return [(at + i, at + j) for i, j in pairwise(edges)]
+
+
+def _stretches(there: Sequence[bool]) -> list[tuple[int, int]]:
+    return [(i, j) for i, j in _same(there) if there[i]]
+
+
+def _from_to(first: int | None, last: int | None) -> int | str | None:
+    """Steps at which the oldest and the newest of a row did something; None: no step of theirs."""
+    if first is None or first == last:
+        return first
+    return f"{first} on" if last is None else f"{first} to {last}"
 
 
 def _row(run: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: NOT_APPLICABLE if v is None and k in ("evicted at step", "bytes") else v for k, v in run.items() if k != "row"}
+    return {k: NOT_APPLICABLE if v is None and k in NOT_ALWAYS else v for k, v in run.items() if k != "row"}
 
 
 def _run_text(r: Mapping[str, Any]) -> str:
     left = "still there at the end" if r["evicted at step"] is None else f"evicted at step {r['evicted at step']}"
-    if r["entry"].startswith("slot") or r["state"] in ("sink", "selected"):
+    if r["rolled back at step"] is not None:
+        left = f"rolled back at step {r['rolled back at step']}"
+    elif r["entry"].startswith("slot") or r["state"] in ("sink", "selected"):
         left = "never evicted"
     size = "" if r["bytes"] is None else f"<br>{r['bytes']:,} bytes held"
     when = f"step {r['from']}" if r["to"] - r["from"] == 1 else f"steps {r['from']} to {r['to'] - 1}"

@@ -175,17 +175,19 @@ def slot_sources(shape: MemoryShape, tokens: int, *, rows: int = 40, template: s
     width = math.ceil((last - first) / rows)
     table: list[dict[str, Any]] = []
     bars, r = [], shape.stride
+    reads = f"{shape.window // r}" if shape.window % r == 0 else f"{shape.window // r} or {shape.window // r + 1}"
     for a in range(first, last, width):
         b = min(a + width, last)
         first_of, last_of = readers(a, shape), readers(b - 1, shape)
         low, high = first_of.start, last_of.start
+        fewest, most = (pick(len(readers(t, shape)) for t in range(a, b)) for pick in (min, max))
         table.append(
             {
                 "evicted tokens": span(a, b),
                 "closed by slots": span(low, high + 1),
                 "slots at positions": span(low * r, low * r + 1) if low == high else f"{low * r}-{high * r}",
                 "read by slots": span(low, last_of.stop),
-                "slots that read each": len(first_of),
+                "slots that read each": fewest if fewest == most else f"{fewest}-{most}",
             }
         )
         bars.append((low, last_of.stop - low))
@@ -208,11 +210,11 @@ def slot_sources(shape: MemoryShape, tokens: int, *, rows: int = 40, template: s
     return Drawn(
         figure,
         f"S {shape.sinks}, W {shape.window}, r {r}, after {tokens:,} tokens: {gone:,} raw tokens have left. Each was in the "
-        f"window of {shape.window // r} or so of the slots shown"
+        f"window of {reads} of the slots shown"
         + (f" (a bar stands for {width} neighbours)" if width > 1 else "")
         + "; the lowest one closed its stretch, and every later slot also reads the earlier slots. Predicted from the shape; the "
         "memory follows it exactly.",
-        f"Bars rise from the slot that closed a token's stretch over the {shape.window // r} or so slots that could read the "
+        f"Bars rise from the slot that closed a token's stretch over the {reads} slots that could read the "
         f"token before it left.",
         table,
     )

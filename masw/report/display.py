@@ -125,18 +125,25 @@ def headline_record(
 
 def headline_text(record: Mapping[str, Any]) -> str:
     """`tokens per iteration: 2.31 (n = 64, timing)`."""
-    value, unit = record["value"], record.get("unit") or ""
-    shown = "not measured" if value is None else f"{number_text(value)} {unit}".rstrip()
+    shown = value_text(record)
     aside = [] if record.get("n") is None else [f"n = {record['n']:,}"]
     if record.get("spread") is not None:
         spread = record["spread"]
-        parts = [number_text(v) for v in (spread if isinstance(spread, list) else [spread])]
+        parts = [value_text({**record, "value": v}) for v in (spread if isinstance(spread, list) else [spread])]
         aside.append(" to ".join(parts) if len(parts) == 2 else "spread " + ", ".join(parts))
     if record["kind"] != "value":
         aside.append(record["kind"])
     if record.get("note"):
         aside.append(record["note"])
     return f"{record['name']}: {shown}" + (f" ({', '.join(aside)})" if aside else "")
+
+
+def value_text(record: Mapping[str, Any]) -> str:
+    """The value of a headline with its unit; a share as a percentage, as figures show it (the side-car keeps the share)."""
+    value, unit = record["value"], record.get("unit") or ""
+    if value is None or isinstance(value, (bool, str)):
+        return number_text(value)
+    return f"{number_text(100.0 * value)} %" if unit == "share" else f"{number_text(value)} {unit}".rstrip()
 
 
 def number_text(value: Any) -> str:

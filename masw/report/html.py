@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from masw.report.display import ENVIRONMENT_MIME, PLOTLY_MIME, headline_text, number_text
+from masw.report.display import ENVIRONMENT_MIME, PLOTLY_MIME, headline_text, value_text
 from masw.report.extras import need
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
@@ -104,10 +104,7 @@ def _numbers(entries: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for entry in entries:
         for record in entry["headlines"]:
-            value = number_text(record["value"]) + (
-                f" {record['unit']}" if record["unit"] and record["value"] is not None else ""
-            )
-            aside = headline_text({**record, "unit": ""}).partition(" (")[2].removesuffix(")")
+            value, aside = value_text(record), headline_text(record).partition(" (")[2].removesuffix(")")
             rows.append(
                 f'<tr><th scope="row">{escape(record["name"])}</th><td>{escape(value)}</td><td>{record["kind"]}</td>'
                 f'<td>{escape(aside)}</td><td><a href="#{_anchor(entry["name"])}">{escape(entry["name"])}</a></td></tr>'

@@ -46,9 +46,10 @@ def choose(names: Iterable[str], folder: Path | None = None) -> list[Source]:
     if not wanted or "all" in wanted:
         return [read(path) for path in files.values()]
     short = {stem.split("_", 1)[0]: stem for stem in files if stem.split("_", 1)[0].isdigit()}  # `01` is enough
-    resolved = {short.get(name, name) for name in wanted}
+    numbered = {name: name.zfill(2) if name.isdigit() else name for name in wanted}  # and so is `1`
+    resolved = {short.get(numbered[name], name) for name in wanted}
     for name in wanted:
-        if short.get(name, name) not in files:
+        if short.get(numbered[name], name) not in files:
             raise UsageError(f"no notebook '{name}'{did_you_mean(name, files)}")
     return [read(path) for stem, path in files.items() if stem in resolved]
 
