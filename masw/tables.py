@@ -23,7 +23,8 @@ BENCH_COLUMNS = {
     "set": "set", "context": "context (tokens)", "method": "method", "n": "runs",
     "speedup": "speed-up (x, measured)", "speedup_predicted": "speed-up (x, predicted)", "speedup_at_floor": "speed-up (x, at floor)",
     "tokens_per_iteration": "tokens per iter", "acceptance": "accept (share)", "draft_ms": "draft step (ms)",
-    "draft_kv_ratio": "draft KV (share of the drafter's own full cache)", "identical": "equal to greedy (runs)", "compared": "compared (runs)",
+    "draft_kv_ratio": "draft KV (share of the drafter's own full cache)", "identical": "equal to greedy (runs)",
+    "compared": "compared (runs)",
     "largest_logit_gap": "logit gap where they part",
 }  # fmt: skip
 

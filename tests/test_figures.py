@@ -364,7 +364,7 @@ def test_neighbours_that_share_a_row_give_the_steps_of_all() -> None:
     for row in F.kv_map(trace, rows=24).table:
         if row["state"] == "evicted" and row["entry"].startswith("x ") and "-" in row["entry"]:
             first, last = (int(n.replace(",", "")) for n in row["entry"][2:].split("-"))
-            if 800 <= first and last < 816:
+            if first >= 800 and last < 816:
                 both = single[f"x {first}"], single[f"x {last}"]
                 for key in ("written at step", "evicted at step"):
                     ends = [both[0][key], both[1][key]]
