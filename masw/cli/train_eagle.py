@@ -23,7 +23,9 @@ def train_eagle(
     pair: Annotated[str | None, typer.Option(help="Preset or DRAFT:TARGET whose target is to get a head.")] = None,
     base: Annotated[str | None, typer.Option(help="The target itself: a name, a hub id or a folder.")] = None,
     valid: Annotated[list[str], typer.Option(metavar="SRC", help="Plain text that is only measured on.")] = [],  # noqa: B006
-    tokens: Annotated[int, typer.Option(parser=token_count("--tokens"), metavar="TOKENS", help="Tokens of the whole recipe.")] = 1_000_000,
+    tokens: Annotated[
+        int, typer.Option(parser=token_count("--tokens"), metavar="TOKENS", help="Tokens of the whole recipe.")
+    ] = 1_000_000,
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
     rows: Annotated[int, typer.Option(help="Rows of a step.")] = 2,
     regression: Annotated[float, typer.Option(help="Weight of the smooth L1 distance to the target's features.")] = 1.0,

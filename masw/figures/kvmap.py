@@ -102,7 +102,9 @@ def kv_map(
     if play:
         _cursor(figure, all_steps, len(groups))
     end = all_steps[-1]
-    which = "Every entry" if (lo, hi) == (0, most) else f"Entries of raw tokens {lo:,}-{hi - 1:,} and of the slots among them, each"
+    which = (
+        "Every entry" if (lo, hi) == (0, most) else f"Entries of raw tokens {lo:,}-{hi - 1:,} and of the slots among them, each"
+    )
     grouped = (
         f" Each row stands for up to {max(b - a for _, a, b in groups)} neighbours, and shows the state of the oldest one."
         if any(b - a > 1 for _, a, b in groups)

@@ -214,8 +214,7 @@ def slot_sources(shape: MemoryShape, tokens: int, *, rows: int = 40, template: s
         + (f" (a bar stands for {width} neighbours)" if width > 1 else "")
         + "; the lowest one closed its stretch, and every later slot also reads the earlier slots. Predicted from the shape; the "
         "memory follows it exactly.",
-        f"Bars rise from the slot that closed a token's stretch over the {reads} slots that could read the "
-        f"token before it left.",
+        f"Bars rise from the slot that closed a token's stretch over the {reads} slots that could read the token before it left.",
         table,
     )
 
