@@ -125,7 +125,9 @@ def _shapes(line: dict[str, Any]) -> list[tuple[int, int]]:
     return sorted({(r["window"], r["stride"]) for r in line["rows"] if r["method"] == "masw"})
 
 
-def _over_tokens(held: list[dict[str, Any]], length: int, field: str) -> float | None:
+def _over_tokens(held: list[dict[str, Any]], length: int, field: str) -> float | str | None:
+    if not held:
+        return NOT_APPLICABLE  # the full cache: what the others are compared with
     chosen = [r for r in held if _length(r) == length and r["n"]]
     return round(sum(r["n"] * r[field] for r in chosen) / sum(r["n"] for r in chosen), 3) if chosen else None
 

@@ -69,7 +69,7 @@ headline("slots at the end", end.slots, "slots")
 
 # %%
 prompt = trace.header["prompt_tokens"]
-show(figures.kv_map(trace, first=prompt - 16, template=template))
+show(figures.kv_map(trace, first=prompt - 16, rows=400, template=template))
 
 # %% [markdown]
 # **Takeaway.** Drafting runs ahead of what is accepted; what is refused disappears without a trace, slots included.

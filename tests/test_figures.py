@@ -17,7 +17,7 @@ from masw import figures as F
 from masw.config import MemoryShape
 from masw.eagle import EagleHead, EagleInfo
 from masw.engine import Settings
-from masw.figures.base import COLOURS, GLYPHS, Drawn, canvas, cell, on, stepped
+from masw.figures.base import COLOURS, GLYPHS, Drawn, canvas, cell, method_bar, method_style, on, stepped
 from masw.figures.timing import rounds_ms
 from masw.methods import METHODS, MemoryOptions
 from masw.metrics import summarise, wilson
@@ -335,6 +335,21 @@ def test_what_cannot_exist_is_told_from_what_was_not_measured() -> None:
     assert corrections and {row["q"] for row in corrections} == {row["min(1, p/q)"] for row in corrections} == {"—"}
     shown = F.method_table([{"method": "none", "ms": "—"}, {"method": "hf", "ms": None}])
     assert shown.figure.data[0].cells["values"][1] == ["—", "not measured"] and "does not apply" in shown.caption
+
+
+def test_every_method_can_be_told_from_the_others() -> None:
+    """Seen in a report: `full+lookup` had the colour of `none`, and nothing else to tell it by."""
+    names = {*METHODS, "hf", "hf-assisted", "masw-untrained", "window-equal"}
+    bars = [method_bar(name) for name in names]
+    assert len({(bar["color"], bar["pattern"]["shape"]) for bar in bars}) == len(names)
+    lines = [method_style(name) for name in names]
+    assert len({(look["line"]["color"], look["line"]["dash"], look["marker"]["symbol"]) for look in lines}) == len(names)
+
+
+def test_a_table_is_as_tall_as_its_broken_lines() -> None:
+    short = F.method_table([{"what": "a", "n": 1}] * 3).figure.layout
+    long = F.method_table([{"what": "copied K and V, mean slot input, rows of 512 to 2,048, with reconstruction", "n": 1}] * 3)
+    assert long.figure.layout.height > short.height + 3 * 17 and long.figure.layout.meta["min_width"] > short.meta["min_width"]
 
 
 def test_an_entry_that_was_rolled_back_has_a_life_for_each_time() -> None:

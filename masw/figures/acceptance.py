@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from masw.figures.base import COLOURS, Drawn, canvas, describe_run, empty, ink, method_style
+from masw.figures.base import COLOURS, Drawn, canvas, describe_run, empty, ink, method_bar, method_style
 from masw.metrics import blocks, wilson
 from masw.trace import Trace
 
@@ -193,12 +193,11 @@ def failure_distance(rows: Sequence[Mapping[str, Any]], *, template: str = "ligh
                 }
             )
         own = [r for r in table if r["method"] == name]
-        look = method_style(name)["line"]["color"]
         figure.add_bar(
             x=[r["distance"] for r in own],
             y=[100 * r["share"] for r in own],
             name=f"{name} (n {len(mine)})",
-            marker={"color": look},
+            marker=method_bar(name),
             hovertext=[f"{r['rejections']} of {r['n']}, {r['of them verbatim (4+ tokens agree)']} verbatim" for r in own],
             hoverinfo="text+name",
         )

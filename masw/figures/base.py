@@ -35,6 +35,12 @@ SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 AXIS, CONTROLS = 72, 166  # px below a plot for its axis and, under that, the step-through
 METHOD_ORDER = ("none", "full", "masw", "window", "snapkv", "hybrid", "eagle", "lookup")
+RELATIVES = {
+    "hf": ("none", "x"),
+    "hf-assisted": ("full", "x"),
+    "masw-untrained": ("masw", "."),
+    "window-equal": ("window", "."),
+}  # of a method, with the hatch of their bars: outside peers, and the same memory in another state
 
 _INK = {"light": "#1a1a1a", "dark": "#f0f0f0"}
 _PAPER = {"light": "#ffffff", "dark": "#15181c"}
@@ -160,8 +166,21 @@ def style(index: int) -> dict[str, Any]:
 
 
 def method_style(method: str) -> dict[str, Any]:
-    """The same style for a method in every figure."""
-    return style(METHOD_ORDER.index(method) if method in METHOD_ORDER else sum(map(ord, method)))
+    """The same style for a method in every figure. A relative of a method (RELATIVES, `X+lookup`) has its colour, and a dash, symbol and
+    hatch of its own."""
+    of, hatch = (method.removesuffix("+lookup"), "/") if method.endswith("+lookup") else RELATIVES.get(method, (method, ""))
+    look = style(METHOD_ORDER.index(of) if of in METHOD_ORDER else sum(map(ord, of)))
+    if hatch:
+        look["line"]["dash"] = DASHES[(DASHES.index(look["line"]["dash"]) + 2) % len(DASHES)]
+        look["marker"]["symbol"] += "-open"
+    return look
+
+
+def method_bar(method: str) -> dict[str, Any]:
+    """The marker of a method's bars: its colour, hatched for a relative of another method."""
+    hatch = "/" if method.endswith("+lookup") else RELATIVES.get(method, ("", ""))[1]
+    colour = method_style(method)["line"]["color"]
+    return {"color": colour, "pattern": {"shape": hatch, "fgcolor": "#222222", "bgcolor": colour, "size": 7, "solidity": 0.25}}
 
 
 def stepped(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
-from masw.figures.base import COLOURS, Drawn, canvas, cell, empty, grid, ink, method_style, paper, style
+from masw.figures.base import COLOURS, Drawn, canvas, cell, empty, grid, ink, method_bar, on, paper, style
 from masw.figures.timing import sweep
 from masw.metrics import NOT_APPLICABLE
 
@@ -156,7 +158,12 @@ def method_bars(
     rows = [r for r in rows if r.get(value) is not None]
     if not rows:
         return empty(title, "No method has this number yet.", template=template)
-    figure = canvas(title, x=group or "method", y=f"{value} ({unit})" if unit else value, template=template)
+    figure = canvas(
+        title,
+        x={"context": "context (tokens)"}.get(group or "", group or "method"),
+        y=f"{value} ({unit})" if unit else value,
+        template=template,
+    )
     for name in dict.fromkeys(str(r["method"]) for r in rows):
         mine = [r for r in rows if r["method"] == name]
         bars = (
@@ -174,9 +181,10 @@ def method_bars(
             x=[str(r[group]) for r in mine] if group else [name],
             y=[r[value] for r in mine],
             name=name,
-            marker={"color": method_style(name)["line"]["color"]},
+            marker=(marker := method_bar(name)),
             error_y=bars,
             text=[f"{r[value]:.3g}" for r in mine],
+            insidetextfont={"color": on(marker["color"])},
             textposition="inside",
             insidetextanchor="start",
         )
@@ -204,12 +212,25 @@ def method_table(
     if not rows:
         return empty(title, "No rows.", template=template)
     names = dict(columns or {name: name for name in dict.fromkeys(k for r in rows for k in r)})
-    # As wide as the longest word of a column: a name that is cut names nothing, and a page that is narrower had better scroll.
+    cells = {n: [html.unescape(cell(r.get(n))) for r in rows] for n in names}
+    # As wide as the longest word of a column (of prose: as a short line), for a name that is cut names nothing; a page that is narrower
+    # had better scroll.
     widths = [
-        2 + max(len(word) for text in (h, *(cell(r.get(n)) for r in rows)) for word in text.split() or [""])
+        2
+        + max(
+            *(len(word) for text in (h, *cells[n]) for word in text.split() or [""]), *(min(len(text), 34) for text in cells[n])
+        )
         for n, h in names.items()
     ]
-    figure = canvas(title, template=template, height=90 + 28 * (len(rows) + 1), meta={"min_width": 8 * sum(widths)})
+
+    def height(texts: Sequence[str]) -> int:
+        """Of a row, px: lines break at words, so that a cell may take one more than its length says."""
+        return 10 + 17 * max(
+            1, *(len(wrap(text, max(1, w - 1), break_on_hyphens=False)) for text, w in zip(texts, widths, strict=True))
+        )
+
+    tall = height(list(names.values())) + sum(height(row) for row in zip(*cells.values(), strict=True))
+    figure = canvas(title, template=template, height=90 + tall, meta={"min_width": 8 * sum(widths)})
     figure.add_trace(
         go.Table(
             columnwidth=widths,
