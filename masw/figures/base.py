@@ -171,8 +171,9 @@ def method_style(method: str) -> dict[str, Any]:
     of, hatch = (method.removesuffix("+lookup"), "/") if method.endswith("+lookup") else RELATIVES.get(method, (method, ""))
     look = style(METHOD_ORDER.index(of) if of in METHOD_ORDER else sum(map(ord, of)))
     if hatch:
-        look["line"]["dash"] = DASHES[(DASHES.index(look["line"]["dash"]) + 2) % len(DASHES)]
-        look["marker"]["symbol"] += "-open"
+        shift, variant = {"/": (2, "-open"), "x": (3, "-open-dot"), ".": (4, "-dot")}[hatch]
+        look["line"]["dash"] = DASHES[(DASHES.index(look["line"]["dash"]) + shift) % len(DASHES)]
+        look["marker"]["symbol"] += variant
     return look
 
 
