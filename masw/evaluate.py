@@ -238,25 +238,8 @@ class Judged:
         return Judged(case.set, case.context, case.id, found)
 
 
-def run(
-    session: Session,
-    chosen: Sequence[Case],
-    windows: Sequence[int],
-    strides: Sequence[int],
-    gammas: Sequence[int],
-    trained: Callable[[int], Adaptor | None],
-    *,
-    sinks: int,
-    answer_tokens: int,
-    methods: Container[str] | None = None,
-    known: Known | None = None,
-    weights: Sequence[str] = ("plain",),
-) -> list[Row]:
-    """The whole measure on `chosen` cases; arguments as of `judge_all`."""
-    found = judge_all(
-        session, chosen, windows, strides, trained, sinks=sinks, answer_tokens=answer_tokens, methods=methods, known=known,
-        weights=weights,
-    )  # fmt: skip
+def rows(found: Iterable[tuple[Case, Judged | Exception]], gammas: Sequence[int]) -> list[Row]:
+    """The table of what `judge_all` found; raises the first exception among it."""
     results = []
     for _, judged in found:
         if isinstance(judged, Exception):

@@ -322,10 +322,11 @@ class Lab:
             methods.add("masw-untrained")
             untrained = Adaptor.copied(draft.decoder, AdaptorInfo(draft.name, ()))
             held += [row for row in self.held_out(untrained, "masw-untrained", config, measured) if row["method"] != "window"]
-        rows = evaluate.run(
-            self.session, self.cases, measured, config.strides, GAMMAS, lambda r: shipped,
+        found = evaluate.judge_all(
+            self.session, self.cases, measured, config.strides, lambda r: shipped,
             sinks=config.sinks, answer_tokens=setting.answer_tokens, methods=methods, known=self.known,
         )  # fmt: skip
+        rows = evaluate.rows(found, GAMMAS)
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
         say(f"  {name}: done")
         return {

@@ -276,7 +276,7 @@ def test_numbers_are_finite(tmp_path: Path) -> None:
     pair = session()
     rows = [{"id": str(i), "text": WORDS * (8 + i), "question": ""} for i in range(2)]
     chosen = cases.long_cases("set", rows, TOKENIZER, 256, 2)
-    table = evaluate.run(pair, chosen, [16], [4], [5, 8], lambda r: None, sinks=4, answer_tokens=16)
+    table = evaluate.rows(evaluate.judge_all(pair, chosen, [16], [4], lambda r: None, sinks=4, answer_tokens=16), [5, 8])
     assert [r.method for r in table] == ["full", "window", "window-equal", "masw-untrained", "snapkv", "hybrid"]
     assert all(r.n == 2 and math.isfinite(r.kl) and 1 <= r.tokens_per_iteration[5] <= 6 for r in table)
 
@@ -291,18 +291,19 @@ def test_packed_weights_are_measured_as_the_engine_drafts_with_them() -> None:
     chosen = [cases.Case("set", str(i), len(prompt), tuple(prompt)) for i, prompt in enumerate(prompts)]
     chosen = [replace(case, context=180) for case in chosen]
     wanted = ("full", "window")
-    table = evaluate.run(
-        pair, chosen, [16], [4], [5], lambda r: None, sinks=4, answer_tokens=24, methods=wanted, weights=["int8", "int4"]
+    found = evaluate.judge_all(
+        pair, chosen, [16], [4], lambda r: None, sinks=4, answer_tokens=24, methods=wanted, weights=["int8", "int4"]
     )
+    table = evaluate.rows(found, [5])
     rows = {(row.method, row.weights): row for row in table}
     assert set(rows) == {(method, kind) for method in wanted for kind in ("plain", "int8", "int4")}
     for (method, kind), row in rows.items():
-        found = []
+        speeds = []
         for prompt in prompts:
             job = pair.run(prompt, RunOptions(method, MemoryOptions(4, 16, 4), Settings(24, 5), "none", kind))
             list(job)
-            found.append(job.summary().tokens_per_iteration or 0)
-        assert row.n == 2 and row.tokens_per_iteration[5] == pytest.approx(sum(found) / 2), (method, kind)
+            speeds.append(job.summary().tokens_per_iteration or 0)
+        assert row.n == 2 and row.tokens_per_iteration[5] == pytest.approx(sum(speeds) / 2), (method, kind)
         full = rows["full", "plain"].tokens_per_iteration[5]
         assert row.retention == pytest.approx(row.tokens_per_iteration[5] / full)
     assert rows["full", "plain"].kl == 0 < rows["full", "int8"].kl < rows["full", "int4"].kl
@@ -312,4 +313,4 @@ def test_packed_weights_where_there_is_no_kernel_for_them() -> None:
     pair = session()
     chosen = [cases.Case("set", "1", 40, tuple(range(40)))]
     with pytest.raises(UsageError, match="int4 need a bf16 model"):
-        evaluate.run(pair, chosen, [16], [4], [5], lambda r: None, sinks=4, answer_tokens=8, weights=["int4"])
+        list(evaluate.judge_all(pair, chosen, [16], [4], lambda r: None, sinks=4, answer_tokens=8, weights=["int4"]))
