@@ -21,6 +21,7 @@ from masw.adaptor import Adaptor, AdaptorInfo
 from masw.config import MemoryShape, ModelConfig
 from masw.decoder import Decoder
 from masw.dense import DenseMemory
+from masw.errors import UsageError
 from masw.linear import dense
 from masw.memory import Memory
 from masw.policies import expiry, materialise, visible
@@ -139,12 +140,22 @@ def _count(memory: Memory) -> dict[str, int]:
     return {"tokens": memory.length, "slots": memory.shape.slots(memory.length), "entries": memory.entries}
 
 
+def check_distributions(p: Sequence[float], q: Sequence[float]) -> None:
+    """Raises UsageError unless p and q are distributions over one toy vocabulary of 2 to 26 tokens."""
+    if len(p) != len(q) or not 2 <= len(p) <= 26:
+        raise UsageError(f"p and q need as many values as each other, 2 to 26, not {len(p)} and {len(q)}")
+    for name, values in (("p", p), ("q", q)):
+        if min(values) < 0 or abs(sum(values) - 1) > 1e-9:
+            raise UsageError(f"{name} must be probabilities that add up to 1, not {list(values)} with the sum {sum(values):g}")
+
+
 def accept_rows(p: Sequence[float], q: Sequence[float], draws: int = 20_000, seed: int = 0) -> list[dict[str, Any]]:
     """Rows for `masw.figures.accept_rule`: what one round emits on a toy vocabulary A, B, C, ...
 
     emitted: the accept rule, exactly. broken: the same rule with its correction drawn from p instead of the residual, exactly.
-    drawn: share of `draws` seeded runs of `masw.verify.accept` itself.
+    drawn: share of `draws` seeded runs of `masw.verify.accept` itself. Raises UsageError for what are no distributions.
     """
+    check_distributions(p, q)
     target, draft = torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
     kept = draft * accept_probability(target, draft)
     refused = 1 - kept.sum()
@@ -160,6 +171,16 @@ def accept_rows(p: Sequence[float], q: Sequence[float], draws: int = 20_000, see
          "drawn": counts[i] / draws, "n": draws}
         for i in range(len(p))
     ]  # fmt: skip
+
+
+def chi_square(rows: Sequence[Mapping[str, Any]]) -> tuple[float, int, float]:
+    """Of the drawn shares against p: the statistic, its degrees of freedom (tokens that p allows, less one), and the share of seeds that
+    would give as much or more."""
+    possible = [row for row in rows if row["p"] > 0]
+    statistic = sum((row["drawn"] - row["p"]) ** 2 / row["p"] for row in possible) * rows[0]["n"]
+    freedom = len(possible) - 1
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return statistic, freedom, float(torch.special.gammaincc(half[0], half[1])) if freedom else 1.0
 
 
 def _pick(weights: Sequence[float], u: float) -> int:

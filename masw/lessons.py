@@ -7,6 +7,7 @@ Torch is imported only where something is computed.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from masw.config import MemoryShape
 from masw.errors import UsageError
 from masw.failures import failures
 from masw.tables import read_lines
+from masw.timeline import shape_of
 from masw.trace import Trace
 
 if TYPE_CHECKING:
@@ -62,8 +64,11 @@ class Lesson:
         if self.mode == "live":
             return f"Live: computed now with the pair {self.pair} on {Path(self.document or SAMPLE).name}."
         made = self._part("provenance")
+        theirs = shape_of(self.traces(["masw"])["masw"])
+        aside = "" if theirs == self.shape else ", whatever this notebook's parameters say"
+        size = "" if theirs is None else f" Their memory: S {theirs.sinks}, W {theirs.window}, r {theirs.stride}{aside}."
         return (
-            f"Recorded: traces of the pair {self.pair} on {SAMPLE}; no model is loaded.\n"
+            f"Recorded: traces of the pair {self.pair} on {SAMPLE}; no model is loaded.{size}\n"
             f"Made {made['created'][:10]} on {made['device']} with masw {made['masw']}, commit {made['commit']}."
         )
 
@@ -80,7 +85,7 @@ class Lesson:
             if not any(m in self._traces for m in methods):
                 raise UsageError(f'no trace of {self.pair} with {", ".join(methods)} is recorded; use mode = "live"')
         elif missing:
-            for method, run in runs_of(self.session, missing, self.options, self.document):
+            for method, run in runs_of(self.session, missing, self.options, from_where_asked(self.document)):
                 self._traces[method] = run.trace
                 self._missed += [{"method": method, **row} for row in failures(run.trace, run.prompt)]
         return {m: self._traces[m] for m in methods if m in self._traces}
@@ -272,10 +277,20 @@ def explained(session: Session, adaptor: str = "none", longest: int = 4096, part
     return {**about, **{name: make[name]() for name in parts if name in make}}
 
 
+def from_where_asked(document: str) -> str:
+    """The path of a document as the person who asked for a report meant it: a kernel works in a folder of its own."""
+    return str(Path(os.environ.get("MASW_REPORT_FROM", "."), document)) if document else ""
+
+
 def recorded_folder() -> Path:
     from masw.session import data_folder
 
     return data_folder() / "traces"
+
+
+def recorded_pairs() -> list[str]:
+    """Pairs whose runs come with masw."""
+    return sorted(path.name.removesuffix("-explained.json") for path in recorded_folder().glob("*-explained.json"))
 
 
 def sample_path() -> Path:

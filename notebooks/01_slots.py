@@ -47,7 +47,7 @@ lesson = start(globals())
 # 1. **Prefill**: the draft reads the prompt once, in chunks.
 # 2. **Sinks** (▼): the first S raw tokens stay for ever. Models put much attention there.
 # 3. **Window** (■): the last W raw tokens stay exactly.
-# 4. **Slot** (◆): every r tokens an extra entry g is written. What goes in is the mean of the r token embeddings (other inputs are options); it passes all layers like a token, with K/V projections of its own.
+# 4. **Slot** (◆): every r tokens an extra entry g is written. What goes in is made of the r token embeddings, by default their mean; it passes all layers like a token, with K/V projections of its own.
 # 5. **Eviction** (×): raw tokens that the window has passed leave.
 # 6. **Draft**, 7. **verify**, 8. **rollback** are in notebooks 3 and 4.
 #
@@ -92,14 +92,14 @@ assert "g1" in rows["g2"] and "g2" in rows["x12"]
 #
 # Take the memory of this notebook's parameters (S = 4, W = 256, r = 8 unless they were changed) when 1,000 tokens, x0 to x999, have been read.
 #
-# Slot m takes the position of the raw token that *follows* it, m times r. So slot 125 has position 1,000 (rotary embeddings turn its key by it), and so will x1000, the next raw token. Slots thus take no positions of their own: the distance between any two words is what it was without them.
+# Slot m takes the position of the raw token that *follows* it, m times r. So slot 125 has position 1,000 (rotary embeddings turn its key by it), and so will x1000, the next raw token: from the moment it is read, position 1,000 occurs twice. Slots thus take no positions of their own: the distance between any two words is what it was without them.
 
 # %%
 drawn = figures.memory_content(lesson.shape, 1000, template=template)
 show(drawn)
 
 # %% [markdown]
-# **Takeaway.** With the default parameters: 4 sinks (x0 to x3), 256 raw tokens (x744 to x999) and 125 slots, 385 entries where a full cache holds 1,000. Position 1,000 belongs to slot 125 and to x1000: two entries of different kind, told apart by their stored kind and never by their place. These are the live entries; the buffers have 16 places more, for rollback (notebooks 2 and 4).
+# **Takeaway.** With the default parameters: 4 sinks (x0 to x3), 256 raw tokens (x744 to x999) and 125 slots, 385 entries where a full cache holds 1,000. Position 1,000 belongs to slot 125 now, and to x1000 too once that is read: two entries of different kind, told apart by their stored kind and never by their place. These are the live entries; the buffers have 16 places more, for rollback (notebooks 2 and 4).
 
 # %%
 held = state_count(lesson.shape, 1000)

@@ -23,9 +23,9 @@ from typing import Literal
 
 mode: Literal["trace", "live"] = "trace"  # recorded traces (no model), or computed now with the pair
 pair: str = "smollm2"  # any pair of `masw models`; live mode loads it
-sinks: int = 4  # S: first raw tokens, kept for ever [0..64]
-window: int = 256  # W: last raw tokens, kept exactly [16..4096]
-stride: int = 8  # r: raw tokens per memory slot [1..64]
+sinks: int = 4  # S: first raw tokens, kept for ever (live) [0..64]
+window: int = 256  # W: last raw tokens, kept exactly (live) [16..4096]
+stride: int = 8  # r: raw tokens per memory slot (live) [1..64]
 gamma: int = 5  # drafted tokens per verify pass (live) [1..12]
 tokens: int = 96  # length of the answer, tokens (live) [8..512]
 dtype: Literal["fp32", "bf16"] = "fp32"  # of both models (live); fp32 makes greedy outputs equal token by token
@@ -39,6 +39,7 @@ from masw import cost, figures
 from masw.lessons import start
 from masw.metrics import summarise
 from masw.report import headline, show
+from masw.timeline import shape_of
 
 lesson = start(globals())
 
@@ -129,16 +130,17 @@ headline("methods with the output of none", len(same), "methods", n=len(traces) 
 # For every rejection: how far back the token stands that would have been right. Near: inside the window, the draft saw it and missed anyway. Far and verbatim: the window has lost it, and only a slot, or a copy, could know.
 
 # %%
-missed = lesson.failures()
+missed = [row for row in lesson.failures() if row["method"] in traces]
 drawn = figures.failure_distance(missed, template=template)
 show(drawn)
 
 # %% [markdown]
-# **Takeaway.** The share beyond the window is what a longer memory could win; the share inside it cannot be won by reaching further back, though it may be by reading the window as the full cache does. (smollm2 drafts for itself, so with the full cache none of these would have failed.) New tokens stand nowhere in the text so far.
+# **Takeaway.** The share beyond the window is what a longer memory could win; the share inside it cannot be won by reaching further back, though it may be by reading the window as the full cache does. (smollm2 drafts for itself, so `full` never fails there.) New tokens stand nowhere in the text so far.
 
 # %%
 of_masw = [row for row in missed if row["method"] == "masw"]
-far = [row for row in of_masw if row["distance"] is not None and row["distance"] > window]
+reach = shape_of(traces["masw"]).window
+far = [row for row in of_masw if row["distance"] is not None and row["distance"] > reach]
 new = [row for row in of_masw if row["distance"] is None]
 assert all(row["distance"] is None or row["distance"] > 0 for row in missed)
 headline("rejections whose token stands beyond the window", len(far) / max(1, len(of_masw)), "share", n=len(of_masw))

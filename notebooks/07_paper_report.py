@@ -21,9 +21,9 @@ from typing import Literal
 
 mode: Literal["trace", "live"] = "trace"  # recorded traces (no model), or computed now with the pair
 pair: str = "smollm2"  # any pair of `masw models`; live mode loads it
-sinks: int = 4  # S: first raw tokens, kept for ever [0..64]
-window: int = 256  # W: last raw tokens, kept exactly [16..4096]
-stride: int = 8  # r: raw tokens per memory slot [1..64]
+sinks: int = 4  # S: first raw tokens, kept for ever (live) [0..64]
+window: int = 256  # W: last raw tokens, kept exactly (live) [16..4096]
+stride: int = 8  # r: raw tokens per memory slot (live) [1..64]
 gamma: int = 5  # drafted tokens per verify pass (live) [1..12]
 tokens: int = 96  # length of the answer, tokens (live) [8..512]
 dtype: Literal["fp32", "bf16"] = "fp32"  # of both models (live); fp32 makes greedy outputs equal token by token

@@ -410,14 +410,30 @@ def test_parts_of_a_round_add_up(traces: dict[str, Trace]) -> None:
         assert parts == pytest.approx(emit.ms, rel=0.05, abs=0.05)
 
 
-def test_labels_of_lines_that_lie_close_together_do_not_cover_each_other(traces: dict[str, Trace]) -> None:
+def test_lines_over_the_rounds_are_named_where_no_bar_is_covered(traces: dict[str, Trace]) -> None:
     for trace in traces.values():
         figure = F.step_latency(trace).figure
-        top = max(sum(values) for values in zip(*(bar.y for bar in figure.data), strict=True))
-        labels = [(a.y, a.xanchor, a.yanchor) for a in figure.layout.annotations]
-        assert len(labels) == 3
-        for (low, *place), (high, *other) in pairwise(labels):
-            assert high - low >= 0.08 * top or place != other
+        lines = [line for line in figure.data if line.type == "scatter"]
+        assert not figure.layout.annotations and len({line.line.dash for line in lines}) == 3
+        assert [line.name.split()[0] for line in lines] == ["p10", "median", "p90"] and all(" ms" in line.name for line in lines)
+
+
+def test_a_zero_among_wide_steps_has_its_place() -> None:
+    """S = 0 beside S = 64: a logarithmic axis drew the line to it from outside, without its mark."""
+    rows = [{"sinks": s, "mib": 1.0 + s, "method": "masw"} for s in (0, 1, 4, 16, 64)]
+    drawn = F.sweep(rows, "sinks", "mib", x_title="S", y_title="KV (MiB)")
+    axis = drawn.figure.layout.xaxis
+    assert axis.type == "category" and list(axis.categoryarray) == ["0", "1", "4", "16", "64"] == list(drawn.figure.data[0].x)
+
+
+def test_the_kv_map_opens_at_the_step_that_it_shows() -> None:
+    trace = Trace.load(RECORDED["smollm2-masw"])
+    drawn = F.kv_map(trace, play=True)
+    slider, last = drawn.figure.layout.sliders[0], len(steps(trace)) - 1
+    assert slider.steps[slider.active].label.startswith(f"{last} (round ")
+    cursor = next(line for line in drawn.figure.data if line.name == "cursor")
+    assert set(cursor.x) == {last} and "shows every 4th step" in drawn.caption
+    assert "rows of raw tokens are finer" in drawn.caption and "finer" not in F.kv_map(trace, first=5300, rows=400).caption
 
 
 def test_wilson_interval() -> None:

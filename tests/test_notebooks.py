@@ -109,6 +109,34 @@ def test_runs_live_on_the_tiny_pair(path: Path, monkeypatch: pytest.MonkeyPatch,
     assert sum(PLOTLY in b for b in shown) >= 3
 
 
+@pytest.mark.parametrize(
+    ("number", "values"),
+    [
+        ("02", {"window": 4096}),
+        ("02", {"window": 16, "stride": 16}),
+        ("02", {"stride": 1}),
+        ("02", {"mode": "live", "pair": "tiny", "tokens": 8, "document": "hello"}),
+        ("04", {"q": [0.5, 0.295, 0.205], "draws": 500}),
+    ],
+    ids=str,
+)
+def test_values_at_the_ends_of_their_ranges(
+    number: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Met by a reader: assertions of a notebook failed for parameters that it had declared."""
+    monkeypatch.setattr(IPython.display, "display", lambda *_, **__: None)
+    path = next(p for p in SOURCES if p.stem.startswith(number))
+    if "document" in values:
+        (tmp_path / "short.txt").write_text(values["document"])
+        values = {**values, "document": "short.txt"}
+        monkeypatch.setenv("MASW_REPORT_FROM", str(tmp_path))  # as the report's kernels have it
+    space: dict[str, Any] = {"__name__": "notebook"}
+    for index, (kind, source) in enumerate(cells(path)):
+        if kind == "code":
+            exec(compile(source, path.name, "exec"), space)
+            space |= values if index == 1 else {}
+
+
 def test_lessons_refuse_what_they_do_not_have() -> None:
     with pytest.raises(UsageError, match="trace or live"):
         Lesson("both")

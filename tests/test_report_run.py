@@ -17,6 +17,7 @@ import nbformat
 import pytest
 
 from masw import cli
+from masw.errors import UsageError
 from masw.report.build import build
 from masw.report.library import choose
 from masw.report.runner import execute
@@ -164,6 +165,7 @@ def test_the_page_opens_offline_with_every_figure_drawn(report: Path, width: int
     ("args", "says"),
     [
         (["01_slotz"], "did you mean 01_slots?"),
+        (["all", "--out", ""], "--out needs the name of a folder"),
         (["--set", "windw=3"], "did you mean window?"),
         (["--set", "window=wide"], "window takes int"),
         (["02_other", "--set", "window=3"], "no parameter 'window' in 02_other; there are none"),
@@ -191,6 +193,38 @@ def test_a_broken_notebook_file_is_named(masw, tmp_path: Path) -> None:
     (tmp_path / "01_bad.ipynb").write_text("{")
     code, _, err = masw("--notebooks", tmp_path)
     assert code == 2 and "01_bad.ipynb is not a notebook" in err
+
+
+def test_every_name_is_looked_at_beside_all(library: Path) -> None:
+    with pytest.raises(UsageError, match="no notebook '99'"):
+        choose(["all", "99"], library)
+
+
+def test_a_notebook_of_another_language_is_refused(masw, tmp_path: Path) -> None:
+    write(tmp_path, "01_other", "println(1)")
+    made = nbformat.read(tmp_path / "01_other.ipynb", as_version=4)
+    made.metadata["kernelspec"] = {"name": "julia-9", "display_name": "Julia", "language": "julia"}
+    nbformat.write(made, tmp_path / "01_other.ipynb")
+    code, _, err = masw("--notebooks", tmp_path, "--out", tmp_path / "out")
+    assert code == 2 and "01_other.ipynb is a notebook for julia" in err
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ('{"argv": ["/no/such/python"], "display_name": "x", "language": "python"}', "(/no/such/python)"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_broken_kernel_is_named_before_anything_runs(
+    masw, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, says: str
+) -> None:
+    folder = tmp_path / "jupyter" / "kernels" / "broken"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(spec)
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    code, _, err = masw("01", "--notebooks", library, "--out", tmp_path / "out", "--kernel", "broken")
+    assert code == 2 and "kernel 'broken'" in err and says in err
 
 
 def test_a_model_that_cannot_be_had_is_one_line(masw, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +258,26 @@ def test_a_failing_cell_is_named_and_the_earlier_report_stays(masw, library: Pat
     page = (out / "incomplete" / "report.html").read_text()
     assert "the &lt;sum&gt; is off" in page and "An Exception was encountered" not in page
     assert "incomplete/report.html" in printed and not list(out.glob(".report*"))
+
+
+def test_an_assertion_without_words_is_told_by_its_line(masw, tmp_path: Path) -> None:
+    write(tmp_path / "nb", "01_fails", "kept = 1\nassert kept > 1")
+    code, _, err = masw("--notebooks", tmp_path / "nb", "--out", tmp_path / "out")
+    assert code == 3 and "cell 1 (Part one): AssertionError: assert kept > 1" in err
+
+
+def test_a_report_takes_the_place_of_the_earlier_one_as_a_whole(tmp_path: Path) -> None:
+    nb, out = tmp_path / "nb", tmp_path / "out"
+    write(nb, "01_one", "print(1)")
+    write(nb, "02_two", "raise ValueError")
+    one, two = choose([], nb)
+    assert build([one], {"01_one": {}}, out).complete
+    (out / "mine.txt").write_text("kept")
+    assert not build([two], {"02_two": {}}, out).complete
+    assert (out / "01_one.ipynb").exists() and (out / "incomplete" / "02_two.ipynb").exists()
+    write(nb, "02_two", "print(2)")
+    assert build(choose(["2"], nb), {"02_two": {}}, out, formats=("ipynb", "json")).complete
+    assert {p.name for p in out.iterdir()} == {"02_two.ipynb", "report.json", "mine.txt"}
 
 
 def test_two_numbers_of_one_name_are_refused(tmp_path: Path) -> None:

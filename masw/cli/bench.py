@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from masw.cli.evaluate import numbers
+from masw.cli.paths import folder
 from masw.errors import Cancelled, MaswError, UsageError
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ def bench(
     eagle: Annotated[str, typer.Option(help="Head for the method eagle: auto (shipped with masw) | PATH.")] = "auto",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto | bf16 | fp32.")] = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of the table and traces; the same command goes on in it.")] = Path(
-        "runs/bench"
-    ),
+    out: Annotated[
+        Path, typer.Option(parser=folder("--out"), help="Folder of the table and traces; the same command goes on in it.")
+    ] = Path("runs/bench"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, last on standard output.")] = False,
     steps_only: Annotated[
         bool, typer.Option("--steps-only", help="Time single passes of --shape instead: no documents, no prefill.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from masw.cli.paths import folder
 from masw.errors import Cancelled, MaswError, UsageError
 
 if TYPE_CHECKING:
@@ -50,9 +51,12 @@ def run_notebooks(
     pair: Annotated[str | None, typer.Option(help="The pair of a live run; implies --mode live.")] = None,
     mode: Annotated[str | None, typer.Option(help="trace (recorded, no model) | live. Default: as each notebook says.")] = None,
     format_: Annotated[str, typer.Option("--format", help="Comma-separated: html, ipynb, json.")] = "html,ipynb,json",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the report; its earlier files are replaced at the end.")] = (
-        Path("out/report")
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            parser=folder("--out"), metavar="DIR", help="Folder of the report; its earlier files are replaced at the end."
+        ),
+    ] = Path("out/report"),
     timeout: Annotated[float, typer.Option(metavar="S", help="Seconds that one notebook may take.")] = 1800.0,
     kernel: Annotated[str, typer.Option(help="Name of the Jupyter kernel.")] = "python3",
     notebooks: Notebooks = None,
@@ -62,6 +66,7 @@ def run_notebooks(
     from masw.cli.run import Stop
     from masw.report import extras
     from masw.report.build import FORMATS, build, check_out
+    from masw.report.checks import check
     from masw.report.library import choose
     from masw.report.runner import check_kernel
     from masw.report.schema import did_you_mean, parse_file, parse_sets, resolve
@@ -78,7 +83,8 @@ def run_notebooks(
         raise UsageError(f"--timeout must be above 0 seconds, not {timeout:g}")
     sources = choose(names or [], notebooks)
     sets = parse_sets([*set_, *_own_options(pair, mode)])
-    values = resolve({s.name: s.schema for s in sources}, sets, {} if params is None else parse_file(_read(params), params.name))
+    schemas = {s.name: s.schema for s in sources}
+    values = check(schemas, resolve(schemas, sets, {} if params is None else parse_file(_read(params), params.name)))
     check_kernel(kernel)
     check_out(out)
     _fetch_models(values)

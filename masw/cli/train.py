@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from masw.cli.paths import folder
 from masw.cli.training import Display, interruptible, note, token_count
 from masw.errors import Cancelled, MaswError, UsageError
 
@@ -26,7 +27,9 @@ SOURCE = "a .jsonl or .jsonl.gz file, a folder of text, hub:OWNER/NAME[:SPLIT], 
 
 
 def train(
-    out: Annotated[Path, typer.Option(metavar="runs/NAME", help="Folder of the run; it goes on where it stopped.")],
+    out: Annotated[
+        Path, typer.Option(parser=folder("--out"), metavar="runs/NAME", help="Folder of the run; it goes on where it stopped.")
+    ],
     pair: Annotated[str | None, typer.Option(help="Preset or DRAFT:TARGET whose draft is to get an adaptor.")] = None,
     base: Annotated[str | None, typer.Option(help="The draft itself: a name, a hub id or a folder.")] = None,
     text: Annotated[list[str], typer.Option(metavar="SRC", help=f"Plain text, rows with `text`: {SOURCE}")] = [],  # noqa: B006

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from masw.cli.paths import folder
 from masw.cli.train import SOURCE
 from masw.cli.training import Display, interruptible, note, token_count
 from masw.errors import UsageError
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def train_eagle(
-    out: Annotated[Path, typer.Option(metavar="runs/NAME", help="Folder of the run; it goes on where it stopped.")],
+    out: Annotated[
+        Path, typer.Option(parser=folder("--out"), metavar="runs/NAME", help="Folder of the run; it goes on where it stopped.")
+    ],
     text: Annotated[list[str], typer.Option(metavar="SRC", help=f"Plain text, rows with `text`: {SOURCE}")],
     pair: Annotated[str | None, typer.Option(help="Preset or DRAFT:TARGET whose target is to get a head.")] = None,
     base: Annotated[str | None, typer.Option(help="The target itself: a name, a hub id or a folder.")] = None,

@@ -42,15 +42,14 @@ def acceptance_histogram(trace: Trace, *, template: str = "light") -> Drawn:
         error_y=_whiskers(table, template),
         marker=_blue(),
         text=[str(r["blocks"]) for r in table],
-        textposition="inside",
-        insidetextanchor="start",
-        hovertemplate="%{x} accepted: %{y:.1f} % of blocks<extra></extra>",
+        textposition="none",  # under the whiskers nobody could read it
+        hovertemplate="%{x} accepted: %{text} blocks, %{y:.1f} %<extra></extra>",
     )
-    figure.update_xaxes(dtick=1)
+    figure.update_xaxes(tickvals=[r["accepted"] for r in table], ticktext=[f"{r['accepted']}<br>n {r['blocks']}" for r in table])
     mean = sum(kept for kept, _ in judged) / len(judged)
     return Drawn(
         figure,
-        f"{len(judged)} blocks ({describe_run(trace.header)}). Whiskers: 95 % Wilson interval; numbers in the bars are counts.",
+        f"{len(judged)} blocks ({describe_run(trace.header)}). Whiskers: 95 % Wilson interval; n under the axis are counts.",
         f"Blocks keep {mean:.2f} of up to {longest} drafts on average; {counts[0]} of {len(judged)} keep none, "
         f"{sum(k == d for k, d in judged)} keep all.",
         table,

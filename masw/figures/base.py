@@ -86,6 +86,11 @@ def on(colour: str) -> str:
     return "#ffffff" if colour in WHITE_TEXT else "#000000"
 
 
+def titled(text: str) -> str:
+    """With a capital: titles are made from axis titles, which have none."""
+    return text[:1].upper() + text[1:]
+
+
 def canvas(title: str, *, x: str = "", y: str = "", template: str = "light", height: int = 420, **layout: Any) -> go.Figure:
     """An empty figure in the house style; `x` and `y` are axis titles, with units."""
     line = {"gridcolor": grid(template), "zerolinecolor": grid(template), "linecolor": ink(template), "automargin": True}

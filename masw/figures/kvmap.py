@@ -35,6 +35,8 @@ def kv_map(
     An entry that was rolled back and written again has a life, with steps of its own, for each time.
     """
     title = "KV map: what the draft's memory holds, step by step"
+    if first is not None or last is not None:
+        title = f"KV map of raw tokens {first or 0:,} to {'the last' if last is None else f'{last - 1:,}'}"
     shape, all_steps = shape_of(trace), steps(trace)
     if shape is None:
         return empty(title, "Nothing is held: no model drafts with this method.", template=template)
@@ -42,7 +44,8 @@ def kv_map(
         return empty(title, "The draft has read nothing yet.", template=template)
     most = max(s.tokens for s in all_steps)
     lo, hi = max(0, first or 0), most if last is None else min(last, most)
-    groups = _groups(lo, max(lo + 1, hi), max(s.slots for s in all_steps), shape, rows)
+    parts = _parts(lo, max(lo + 1, hi), max(s.slots for s in all_steps), shape, rows)
+    groups = [row for part in parts for row in part]
     size = entry_bytes(trace)
     runs: list[dict[str, Any]] = []
     for row, (is_slot, a, b) in enumerate(groups):
@@ -85,6 +88,11 @@ def kv_map(
         showlegend=False,
         name="cursor",
     )
+    widths = [max(b - a for _, a, b in part) for part in parts]
+    first_raw = shape.sinks if shape.window is not None else 0
+    uneven = len({w for w, part in zip(widths, parts, strict=True) if not part[0][0] and part[0][1] >= first_raw}) > 1
+    if uneven:
+        figure.add_hline(y=len(groups) - len(parts[-1]) - 0.5, line={"color": paper(template), "width": 4})
     every = max(1, len(groups) // 14)
     ticks, extra = list(range(0, len(groups), every)), runs[-1]["state"] == "selected"
     labels = [_name(*groups[i]) for i in ticks] + ["selected"] * extra
@@ -105,11 +113,17 @@ def kv_map(
     which = (
         "Every entry" if (lo, hi) == (0, most) else f"Entries of raw tokens {lo:,}-{hi - 1:,} and of the slots among them, each"
     )
-    grouped = (
-        f" Each row stands for up to {max(b - a for _, a, b in groups)} neighbours, and shows the state of the oldest one."
-        if any(b - a > 1 for _, a, b in groups)
-        else ""
-    )
+    grouped = ""
+    if max(widths) > 1:
+        sizes = dict.fromkeys(
+            f"{w:,} {'slots' if part[0][0] else 'raw tokens'}" for w, part in zip(widths, parts, strict=True) if w > 1
+        )
+        grouped = f" A row stands for up to {' or '.join(sizes)}, and shows the state of the oldest one."
+        grouped += (
+            " Under the gap, rows of raw tokens are finer: heights compare on either side of it, not across." if uneven else ""
+        )
+    every = math.ceil(len(all_steps) / MOST_FRAMES)
+    grouped += f" The step-through shows every {every}th step, as a line over the whole run." if play and every > 1 else ""
     return Drawn(
         figure,
         f"{which} from the step that wrote it to the step that dropped it ({describe_run(trace.header)}).{grouped}"
@@ -120,20 +134,21 @@ def kv_map(
     )
 
 
-def _groups(lo: int, hi: int, slots: int, shape: MemoryShape, rows: int) -> list[tuple[bool, int, int]]:
+def _parts(lo: int, hi: int, slots: int, shape: MemoryShape, rows: int) -> list[list[tuple[bool, int, int]]]:
     """(is slot, first, behind last) of each row: sinks, then slots by number, then raw tokens, the last window of them in finer rows."""
     compact = shape.window is not None
-    found = [(False, i, i + 1) for i in range(lo, min(shape.sinks, hi))] if compact else []
+    sinks = [(False, i, i + 1) for i in range(lo, min(shape.sinks, hi))] if compact else []
+    found = [sinks] if sinks else []
     stride = shape.stride or 0
     numbers = range(max(1, -(-(lo + 1) // stride)), min(slots, hi // stride) + 1) if stride else range(0)
     start = max(lo, shape.sinks if compact else 0)
     tail = max(start, hi - (shape.window or 0) - 64) if compact else hi
     parts = [(True, numbers.start, numbers.stop, 0.3), (False, start, tail, 0.3), (False, tail, hi, 0.4)]
     parts = [part for part in parts if part[2] > part[1]]
-    room = max(3, rows - len(found)) / max(1e-9, sum(part[3] for part in parts))
+    room = max(3, rows - len(sinks)) / max(1e-9, sum(part[3] for part in parts))
     for is_slot, a, b, share in parts:
         width = math.ceil((b - a) / max(1, int(room * share)))
-        found += [(is_slot, i, min(i + width, b)) for i in range(a, b, width)]
+        found.append([(is_slot, i, min(i + width, b)) for i in range(a, b, width)])
     return found
 
 
@@ -206,11 +221,11 @@ def _name(is_slot: bool, a: int, b: int) -> str:
 
 def _cursor(figure: go.Figure, all_steps: Sequence[Step], rows: int) -> None:
     every = math.ceil(len(all_steps) / MOST_FRAMES)
-    chosen = all_steps[::every]
+    chosen = all_steps[::-every][::-1]  # the last one among them
     which = len(figure.data) - 1
     frames = [go.Frame(data=[go.Scatter(x=[s.index] * 2, y=[-0.5, rows - 0.5])], traces=[which]) for s in chosen]
     labels = [
         f"{s.index} ({'prefill' if s.kind == 'prefill' else f'round {s.round}, {s.kind}'}): {s.tokens:,} read, {s.slots:,} slots"
         for s in chosen
     ]
-    stepped(figure, frames, labels, "step", ms=300)
+    stepped(figure, frames, labels, "step", ms=300, shown=len(frames) - 1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from masw.figures.base import COLOURS, Drawn, canvas, cell, empty, grid, ink, method_bar, on, paper, style
+from masw.figures.base import COLOURS, Drawn, canvas, cell, empty, grid, ink, method_bar, on, paper, style, titled
 from masw.figures.timing import sweep
 from masw.metrics import NOT_APPLICABLE
 
@@ -154,7 +155,7 @@ def method_bars(
 
     (context, set).
     """
-    title = title or f"{value} by method"
+    title = title or titled(f"{value} by method")
     rows = [r for r in rows if r.get(value) is not None]
     if not rows:
         return empty(title, "No method has this number yet.", template=template)
@@ -221,6 +222,11 @@ def method_table(
             *(len(word) for text in (h, *cells[n]) for word in text.split() or [""]), *(min(len(text), 34) for text in cells[n])
         )
         for n, h in names.items()
+    ]
+
+    heads = [1.2 if len(h) > 3 else 1.0 for h in names.values()]  # bold letters are wider
+    widths = [
+        max(w, 2 + math.ceil(b * max(map(len, h.split() or [""])))) for w, b, h in zip(widths, heads, names.values(), strict=True)
     ]
 
     def height(texts: Sequence[str]) -> int:

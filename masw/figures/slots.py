@@ -191,7 +191,7 @@ def slot_sources(shape: MemoryShape, tokens: int, *, rows: int = 40, template: s
             }
         )
         bars.append((low, last_of.stop - low))
-    figure = canvas(title, x="evicted raw token (position)", y="slots that read it (number)", template=template)
+    figure = canvas(title, x="evicted raw token (position)", y="slots that read it (m = 1, 2, ...)", template=template)
     figure.add_bar(
         x=list(range(first, last, width)),
         width=width * 0.9,
@@ -211,7 +211,7 @@ def slot_sources(shape: MemoryShape, tokens: int, *, rows: int = 40, template: s
         figure,
         f"S {shape.sinks}, W {shape.window}, r {r}, after {tokens:,} tokens: {gone:,} raw tokens have left. Each was in the "
         f"window of {reads} of the slots shown"
-        + (f" (a bar stands for {width} neighbours)" if width > 1 else "")
+        + (f" (a bar stands for {width} neighbours, and spans the slots of all of them)" if width > 1 else "")
         + "; the lowest one closed its stretch, and every later slot also reads the earlier slots. Predicted from the shape; the "
         "memory follows it exactly.",
         f"Bars rise from the slot that closed a token's stretch over the {reads} slots that could read the token before it left.",

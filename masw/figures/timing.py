@@ -7,7 +7,7 @@ from statistics import quantiles
 from typing import Any
 
 from masw import cost
-from masw.figures.base import Drawn, canvas, describe_run, empty, ink, log_axes, method_style, paper, style
+from masw.figures.base import Drawn, canvas, describe_run, empty, ink, log_axes, method_style, style, titled
 from masw.metrics import summarise
 from masw.trace import Trace
 
@@ -52,22 +52,16 @@ def step_latency(trace: Trace, *, template: str = "light") -> Drawn:
         )
     totals = [sum(r[p] for p in used) for r in rounds]
     low, middle, high = spread(totals)
-    # Lines that lie close to the median carry their labels on the far side, or the words would cover each other.
-    near = 0.08 * max(totals)
-    for value, dash, label, place in (
-        (low, "dot", "p10", "bottom right" if middle - low < near else "top right"),
-        (middle, "solid", "median", "top left" if high - middle < near else "top right"),
-        (high, "dot", "p90", "top right"),
-    ):
-        figure.add_hline(
-            y=value,
-            line={"color": ink(template), "width": 1, "dash": dash},
-            annotation_position=place,
-            annotation={
-                "text": f"{label} {value:.1f} ms",
-                "font": {"size": 11, "color": ink(template)},
-                "bgcolor": paper(template),
-            },
+    # Named in the legend: words on the lines would cover bars, the slowest rounds' among them.
+    ends = [rounds[0]["round"] - 0.5, rounds[-1]["round"] + 0.5]
+    for value, dash, label in ((low, "dot", "p10"), (middle, "solid", "median"), (high, "dash", "p90")):
+        figure.add_scatter(
+            x=ends,
+            y=[value, value],
+            mode="lines",
+            line={"color": ink(template), "width": 1.5, "dash": dash},
+            name=f"{label} {value:.1f} ms",
+            hoverinfo="name",
         )
     figure.update_layout(barmode="stack", bargap=0.05)
     prefill = {who: sum(e.ms for e in trace.of("prefill", who)) for who in ("target", "draft") if trace.of("prefill", who)}
@@ -339,7 +333,7 @@ def sweep(
 
     `high`; titles carry units.
     """
-    title = title or f"{y_title} against {x_title}"
+    title = title or titled(f"{y_title} against {x_title}")
     rows = [r for r in rows if r.get(y) is not None]
     if not rows:
         return empty(title, "No rows.", template=template)
@@ -359,7 +353,12 @@ def sweep(
         )
         look = method_style(name) if by == "method" else style(i)
         figure.add_scatter(x=[r[x] for r in mine], y=[r[y] for r in mine], mode="lines+markers", name=name, error_y=bars, **look)
-    if max(r[x] for r in rows) >= 16 * max(1, min(r[x] for r in rows)):
+    least, most = min(r[x] for r in rows), max(r[x] for r in rows)
+    if least == 0 and most >= 16:  # no place on a logarithmic axis: steps of equal width
+        steps = sorted({r[x] for r in rows})
+        figure.update_xaxes(type="category", categoryorder="array", categoryarray=[str(step) for step in steps])
+        figure.for_each_trace(lambda line: line.update(x=[str(value) for value in line.x]))
+    elif most >= 16 * max(1, least):
         log_axes(figure, [int(r[x]) for r in rows])
     best, worst = max(rows, key=lambda r: r[y]), min(rows, key=lambda r: r[y])
     return Drawn(

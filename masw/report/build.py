@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from masw.report.runner import Outcome, execute
 from masw.report.sidecar import repeated_name, sidecar
 
 FORMATS = ("html", "ipynb", "json")
+PAGES = ("report.html", "report.json")
 INCOMPLETE = "incomplete"  # folder in the report's own for runs that did not end well
 
 
@@ -93,14 +95,38 @@ def build(
         complete = all(outcome.status == "ok" for outcome in outcomes)
         folder = out if complete else out / INCOMPLETE
         folder.mkdir(exist_ok=True)
-        expected = ["report.html", "report.json", *(outcome.path.name for outcome in outcomes)]
-        return Report(outcomes, folder, _place(work, folder, expected))
+        expected = [*PAGES, *(outcome.path.name for outcome in outcomes)]
+        earlier = _files(folder)
+        placed = _place(work, folder, expected)
+        _retire(folder, earlier - {path.name for path in placed})
+        if complete and (out / INCOMPLETE).is_dir():
+            _retire(out / INCOMPLETE, _files(out / INCOMPLETE))
+            with suppress(OSError):
+                (out / INCOMPLETE).rmdir()  # unless someone keeps something of their own there
+        return Report(outcomes, folder, placed)
     except OSError as error:
         raise MaswError(
             f"cannot write the report into {out} ({error.strerror or error}); free some space or choose --out"
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _files(folder: Path) -> set[str]:
+    """Names of the files of the report that lies in `folder`, as its side-car tells them."""
+    try:
+        notebooks = json.loads((folder / PAGES[1]).read_text(encoding="utf-8"))["notebooks"]
+        names = {f"{notebook['name']}.ipynb" for notebook in notebooks}
+    except (OSError, ValueError, KeyError, TypeError):
+        names = set()
+    return {*PAGES, *(name for name in names if Path(name).name == name)}
+
+
+def _retire(folder: Path, names: Iterable[str]) -> None:
+    """Takes away what the new report does not bring: two reports in one folder would pass for one."""
+    for name in names:
+        with suppress(OSError):
+            (folder / name).unlink()
 
 
 def _place(work: Path, folder: Path, names: Sequence[str]) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import Any
 import masw
 from masw.errors import UsageError
 from masw.report.extras import need
-from masw.report.schema import Schema, did_you_mean, parse_cell
+from masw.report.schema import Schema, did_you_mean, full_name, parse_cell
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,12 @@ def choose(names: Iterable[str], folder: Path | None = None) -> list[Source]:
     if not files:
         raise UsageError(f"no notebooks (.ipynb) in {folder}; name another folder with --notebooks")
     wanted = [name.removesuffix(".ipynb") for name in names]
-    if not wanted or "all" in wanted:
-        return [read(path) for path in files.values()]
-    short = {stem.split("_", 1)[0]: stem for stem in files if stem.split("_", 1)[0].isdigit()}  # `01` is enough
-    numbered = {name: name.zfill(2) if name.isdigit() else name for name in wanted}  # and so is `1`
-    resolved = {short.get(numbered[name], name) for name in wanted}
-    for name in wanted:
-        if short.get(numbered[name], name) not in files:
+    resolved = {name: full_name(name, files) for name in wanted if name != "all"}
+    for name, full in resolved.items():
+        if full not in files:
             raise UsageError(f"no notebook '{name}'{did_you_mean(name, files)}")
-    return [read(path) for stem, path in files.items() if stem in resolved]
+    every = not wanted or "all" in wanted
+    return [read(path) for stem, path in files.items() if every or stem in resolved.values()]
 
 
 def read(path: Path) -> Source:
@@ -64,6 +61,9 @@ def read(path: Path) -> Source:
         nbformat.validate(notebook)
     except Exception as error:  # json, validation and reader errors have no base in common
         raise UsageError(f"{path.name} is not a notebook ({' '.join(str(error).split())[:120]})") from None
+    language = notebook.metadata.get("kernelspec", {}).get("language") or notebook.metadata.get("language_info", {}).get("name")
+    if language not in (None, "python"):
+        raise UsageError(f"{path.name} is a notebook for {language}, and reports run Python; leave it out")
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) > 1:
         raise UsageError(f"{path.name} has {len(cells)} cells tagged `parameters`; it may have one")

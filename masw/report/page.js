@@ -101,6 +101,8 @@
     await fitted(plot);
     reachable(plot);
     plot.on("plotly_afterplot", () => reachable(plot));
+    const box = plot.parentElement;
+    element.dataset.wide = String(box.scrollWidth > box.clientWidth + 2);
     element.dataset.drawn = String(turn);
   }
 

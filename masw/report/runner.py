@@ -6,10 +6,12 @@ import copy
 import logging
 import math
 import os
+import re
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +46,16 @@ def check_kernel(kernel: str) -> None:
 
     manager = KernelSpecManager()
     try:
-        manager.get_kernel_spec(kernel)
+        spec = manager.get_kernel_spec(kernel)
+        program = spec.argv[0] if spec.argv else ""
+        if shutil.which(program) is None:
+            raise UsageError(
+                f"the program of Jupyter's kernel '{kernel}' is not there ({program or 'none is named'}); --kernel NAME"
+            )
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise UsageError(
+            f"Jupyter's kernel '{kernel}' cannot be read ({' '.join(str(error).split())[:120]}); mend its kernel.json or --kernel NAME"
+        ) from None
     except NoSuchKernel:
         there = ", ".join(sorted(manager.find_kernel_specs())) or "none"
         raise UsageError(
@@ -148,6 +159,7 @@ def _manager_class(pids: list[int], log: Any, folder: Path) -> Any:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
             env["PLOTLY_RENDERER"] = "plotly_mimetype"  # the figure once, as data; the page brings plotly.js
             env["MASW_REPORT"] = "1"
+            env["MASW_REPORT_FROM"] = os.getcwd()  # relative paths in parameters are meant from here
             await super()._async_launch_kernel(kernel_cmd, **{**kw, "env": env, "cwd": str(work), "stderr": log, "stdout": log})
             pids.append(int(self.provisioner.pid))
 
@@ -180,7 +192,8 @@ def _account(died_of: str, raised: BaseException | None, notebook: Any, tail: st
     kind = type(raised).__name__
     if kind == "PapermillExecutionError":
         name, value = getattr(raised, "ename", "error"), getattr(raised, "evalue", "")
-        return "failed", f"{where}: {name}: {' '.join(str(value).split())[:300]}"
+        said = " ".join(str(value).split())[:300] or _failed_line(getattr(raised, "traceback", ()))
+        return "failed", f"{where}: {name}{f': {said}' if said else ''}"
     if kind == "DeadKernelError":
         return "dead", f"the kernel died in {where} (out of memory?){': ' + tail if tail else ''}"
     if isinstance(raised, OSError):
@@ -189,6 +202,13 @@ def _account(died_of: str, raised: BaseException | None, notebook: Any, tail: st
         "dead",
         f"the kernel did not start or answer ({kind}: {' '.join(str(raised).split())[:200]}){': ' + tail if tail else ''}",
     )
+
+
+def _failed_line(traceback: Sequence[str]) -> str:
+    """The line of code that an exception without a message stopped at, from IPython's traceback."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traceback))
+    found = re.findall(r"^-+> *\d+ (.*)$", text, re.M)
+    return found[-1].strip()[:200] if found else ""
 
 
 def _place(notebook: Any) -> str:

@@ -110,6 +110,12 @@ class Schema:
         return {p.name: p.check(given[p.name], where) if p.name in given else p.default for p in self.parameters.values()}
 
 
+def full_name(name: str, known: Iterable[str]) -> str:
+    """`name`, or the notebook of `known` whose number it is: `01` and `1` stand for `01_slots`."""
+    number = name.zfill(2) if name.isdigit() else None
+    return next((full for full in known if full.split("_", 1)[0] == number), name)
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     known = list(known)
     near = get_close_matches(str(name), known, 1, cutoff=0.5)
@@ -161,15 +167,25 @@ def parse_file(text: str, name: str) -> dict[str, Any]:
     need("yaml")
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """One that refuses a key that comes twice, of which YAML keeps the last in silence."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+            if twice is not None:
+                raise UsageError(f"{name} gives {twice} twice; give it once")
+            return super().construct_mapping(node, deep)
+
     try:
-        loaded = yaml.safe_load(text)
+        loaded = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{name} is not YAML ({' '.join(str(error).split())[:160]})") from None
     if loaded is None:
         return {}
-    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+    if not isinstance(loaded, dict):
         raise UsageError(f"{name} must hold lines `parameter: value`, not a {type(loaded).__name__}")
-    return loaded
+    return {str(key): value for key, value in loaded.items()}  # YAML reads a notebook's number as a number
 
 
 def resolve(schemas: Mapping[str, Schema], sets: Mapping[str, str], file: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -191,23 +207,29 @@ def resolve(schemas: Mapping[str, Schema], sets: Mapping[str, str], file: Mappin
             raise UsageError(f"no parameter {_short(key)} in {', '.join(schemas)}{did_you_mean(key, known)}")
         return names
 
+    def own(notebook: str) -> str:
+        found = full_name(notebook, schemas)
+        if found not in schemas:
+            raise UsageError(f"no notebook {_short(notebook)} among those chosen{did_you_mean(notebook, schemas)}")
+        return found
+
     for key, value in file.items():
         if not isinstance(value, dict):
+            if full_name(key, schemas) in schemas:
+                raise UsageError(f"{key} is a notebook: under it belong lines `parameter: value`, not {_short(value)}")
             assign(holders(key), key, value, False)
     for key, value in file.items():
         if isinstance(value, dict):
-            if key not in schemas:
-                raise UsageError(f"no notebook {_short(key)} among those chosen{did_you_mean(key, schemas)}")
+            full = own(key)
             for inner, inner_value in value.items():
-                _own(schemas, key, inner)
-                assign([key], inner, inner_value, False)
+                _own(schemas, full, inner)
+                assign([full], inner, inner_value, False)
     for key, text in sorted(sets.items(), key=lambda item: "." in item[0]):
         notebook, dot, inner = key.partition(".")
         if dot:
-            if notebook not in schemas:
-                raise UsageError(f"no notebook {_short(notebook)} among those chosen{did_you_mean(notebook, schemas)}")
-            _own(schemas, notebook, inner)
-            assign([notebook], inner, text, True)
+            full = own(notebook)
+            _own(schemas, full, inner)
+            assign([full], inner, text, True)
         else:
             assign(holders(key), key, text, True)
     return {name: schema.values(given[name]) for name, schema in schemas.items()}
