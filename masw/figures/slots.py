@@ -191,7 +191,7 @@ def slot_sources(shape: MemoryShape, tokens: int, *, rows: int = 40, template: s
             }
         )
         bars.append((low, last_of.stop - low))
-    figure = canvas(title, x="evicted raw token (position)", y="slots that read it (m = 1, 2, ...)", template=template)
+    figure = canvas(title, x="evicted raw token (position)", y="number m of the slots that read it", template=template)
     figure.add_bar(
         x=list(range(first, last, width)),
         width=width * 0.9,
