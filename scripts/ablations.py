@@ -97,6 +97,10 @@ RECIPES: dict[str, Recipe] = {
         "a mirrored Q and a learned slot embedding", fields={"mirror": "qkv", "slot_input": "learned"}, extra=True
     ),
     "quiet": Recipe("a quiet start: slot scores lowered by 5 nats", fields={"quiet": 5.0}, extra=True),
+    "last-quiet": Recipe(
+        "the last token as input, slot scores lowered by 2 nats", fields={"slot_input": "last", "quiet": 2.0}, extra=True
+    ),
+    "last-qkv": Recipe("the last token as input, a mirrored Q too", fields={"slot_input": "last", "mirror": "qkv"}, extra=True),
     "no-kl": Recipe("next-token loss alone", fields={"kl": 0.0}, extra=True),
     "r4-8": Recipe("r = 4 or 8, drawn for each step: one adaptor for both", fields={"strides": (4, 8)}, extra=True),
     "w64": Recipe("W = 64 in training", fields={"windows": (64,)}, windows=(64,), extra=True),
