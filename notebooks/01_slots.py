@@ -47,7 +47,7 @@ lesson = start(globals())
 # 1. **Prefill**: the draft reads the prompt once, in chunks.
 # 2. **Sinks** (▼): the first S raw tokens stay for ever. Models put much attention there.
 # 3. **Window** (■): the last W raw tokens stay exactly.
-# 4. **Slot** (◆): every r tokens an extra entry g is written. What goes in is made of the r token embeddings, by default their mean; it passes all layers like a token, with K/V projections of its own.
+# 4. **Slot** (◆): every r tokens an extra entry g is written. What goes in is made of the r token embeddings: their mean, or, with the adaptors that come with masw, the last of them; it passes all layers like a token, with K/V projections of its own.
 # 5. **Eviction** (×): raw tokens that the window has passed leave.
 # 6. **Draft**, 7. **verify**, 8. **rollback** are in notebooks 3 and 4.
 #
