@@ -123,7 +123,7 @@ def kv_map(
             " Under the gap, rows of raw tokens are finer: heights compare on either side of it, not across." if uneven else ""
         )
     every = math.ceil(len(all_steps) / MOST_FRAMES)
-    grouped += f" The step-through shows every {every}th step, as a line over the whole run." if play and every > 1 else ""
+    grouped += f" The step-through shows one step in {every}, as a line over the whole run." if play and every > 1 else ""
     return Drawn(
         figure,
         f"{which} from the step that wrote it to the step that dropped it ({describe_run(trace.header)}).{grouped}"
