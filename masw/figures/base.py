@@ -170,10 +170,15 @@ def style(index: int) -> dict[str, Any]:
     }
 
 
+def _relative(method: str) -> tuple[str, str]:
+    """(the method whose colour it has, its hatch); itself and none where it is nobody's relative."""
+    return (method.removesuffix("+lookup"), "/") if method.endswith("+lookup") else RELATIVES.get(method, (method, ""))
+
+
 def method_style(method: str) -> dict[str, Any]:
     """The same style for a method in every figure. A relative of a method (RELATIVES, `X+lookup`) has its colour, and a dash, symbol and
     hatch of its own."""
-    of, hatch = (method.removesuffix("+lookup"), "/") if method.endswith("+lookup") else RELATIVES.get(method, (method, ""))
+    of, hatch = _relative(method)
     look = style(METHOD_ORDER.index(of) if of in METHOD_ORDER else sum(map(ord, of)))
     if hatch:
         shift, variant = {"/": (2, "-open"), "x": (3, "-open-dot"), ".": (4, "-dot")}[hatch]
@@ -184,8 +189,7 @@ def method_style(method: str) -> dict[str, Any]:
 
 def method_bar(method: str) -> dict[str, Any]:
     """The marker of a method's bars: its colour, hatched for a relative of another method."""
-    hatch = "/" if method.endswith("+lookup") else RELATIVES.get(method, ("", ""))[1]
-    colour = method_style(method)["line"]["color"]
+    hatch, colour = _relative(method)[1], method_style(method)["line"]["color"]
     return {"color": colour, "pattern": {"shape": hatch, "fgcolor": "#222222", "bgcolor": colour, "size": 7, "solidity": 0.25}}
 
 

@@ -107,8 +107,9 @@ def kv_map(
             line={"color": ink(template), "width": 1},
             annotation={"text": "drafting starts", "font": {"size": 11}, "bgcolor": paper(template)},
         )
+    shown_every = math.ceil(len(all_steps) / MOST_FRAMES)
     if play:
-        _cursor(figure, all_steps, len(groups))
+        _cursor(figure, all_steps, len(groups), shown_every)
     end = all_steps[-1]
     which = (
         "Every entry" if (lo, hi) == (0, most) else f"Entries of raw tokens {lo:,}-{hi - 1:,} and of the slots among them, each"
@@ -122,8 +123,9 @@ def kv_map(
         grouped += (
             " Under the gap, rows of raw tokens are finer: heights compare on either side of it, not across." if uneven else ""
         )
-    every = math.ceil(len(all_steps) / MOST_FRAMES)
-    grouped += f" The step-through shows one step in {every}, as a line over the whole run." if play and every > 1 else ""
+    grouped += (
+        f" The step-through shows one step in {shown_every}, as a line over the whole run." if play and shown_every > 1 else ""
+    )
     return Drawn(
         figure,
         f"{which} from the step that wrote it to the step that dropped it ({describe_run(trace.header)}).{grouped}"
@@ -219,8 +221,7 @@ def _name(is_slot: bool, a: int, b: int) -> str:
     return f"{'slot' if is_slot else 'x'} {span(a, b)}"
 
 
-def _cursor(figure: go.Figure, all_steps: Sequence[Step], rows: int) -> None:
-    every = math.ceil(len(all_steps) / MOST_FRAMES)
+def _cursor(figure: go.Figure, all_steps: Sequence[Step], rows: int, every: int) -> None:
     chosen = all_steps[::-every][::-1]  # the last one among them
     which = len(figure.data) - 1
     frames = [go.Frame(data=[go.Scatter(x=[s.index] * 2, y=[-0.5, rows - 0.5])], traces=[which]) for s in chosen]

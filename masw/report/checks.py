@@ -18,9 +18,10 @@ LIVE = "(live)"  # in the help of a parameter: recorded runs have their own valu
 def check(schemas: Mapping[str, Schema], values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """`values` of each notebook, a value for live runs alone taken back where nothing runs. Raises UsageError with the notebook's name."""
     values = _live_alone(schemas, values)
+    read: set[str] = set()  # documents that were found good: all notebooks may name the same one
     for name, mine in values.items():
         try:
-            _together(mine)
+            _together(mine, read)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
     return values
@@ -50,7 +51,7 @@ def _idle(parameter: Parameter, values: Mapping[str, Any]) -> bool:
     return LIVE in parameter.help and values.get("mode") == "trace"
 
 
-def _together(values: Mapping[str, Any]) -> None:
+def _together(values: Mapping[str, Any], read: set[str]) -> None:
     mode = values.get("mode")
     if {"sinks", "window", "stride"} <= values.keys():
         from masw.config import MemoryShape
@@ -61,10 +62,12 @@ def _together(values: Mapping[str, Any]) -> None:
 
         if values["pair"] not in (there := recorded_pairs()):
             raise UsageError(f"no runs of {values['pair']} are recorded (there are: {', '.join(there)}); add --mode live")
-    if mode != "trace" and values.get("document"):
+    document = values.get("document")
+    if mode != "trace" and document and document not in read:
         from masw import documents
 
-        documents.read(values["document"])
+        documents.read(document)
+        read.add(document)
     if {"p", "q"} <= values.keys():
         from masw.explain import check_distributions
 
