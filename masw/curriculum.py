@@ -105,6 +105,7 @@ class Curriculum:
     separator: list[int]
     seed: int
     most_pieces: int = 8  # a reconstructed passage comes again in up to so many shuffled pieces
+    score_documents: bool = False  # rows of answers: loss on the document and the question too
     drawn: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     def __post_init__(self) -> None:
@@ -165,7 +166,7 @@ class Curriculum:
         if kind == "answers":
             assert self.answers is not None
             tokens, answer = self.answers.row(index, length)
-            scored[answer] = True
+            scored[1 if self.score_documents else answer.start : answer.stop] = True
             return tokens, scored
         assert self.texts is not None
         if kind == "text":

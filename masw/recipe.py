@@ -28,6 +28,7 @@ class TrainConfig(BaseModel):
     sinks: int = Field(4, ge=0)
     kl: float = Field(0.7, ge=0, le=1)  # share of the distance to the full-KV model in the loss
     hardest: int = Field(0, ge=0)  # loss positions of a row, those furthest from the full-KV model; 0: all
+    score_documents: bool = False  # rows of answers: loss on document and question too, not on the answer alone
     most_pieces: int = Field(8, ge=1)  # reconstruction: the second copy comes in up to so many shuffled pieces
     lr: float = Field(3e-3, gt=0, le=1)
     min_lr: float = Field(0.05, ge=0, le=1)  # share of lr at the end of the cosine

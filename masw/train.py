@@ -150,6 +150,7 @@ class _Run:
             separator,
             config.seed,
             config.most_pieces,
+            config.score_documents,
         )
         if any(s.rows % self.world for s in self.curriculum.stages):
             raise UsageError(f"the rows of every stage must divide by the {self.world} workers; change the stages")

@@ -120,12 +120,12 @@ def test_options_are_the_recipes(train: Masw, tmp_path: Path) -> None:
         "--min-lr": 0.5, "--weight-decay": 0.1, "--clip": 2.0, "--micro-rows": 1, "--seed": 5, "--eval-windows": "8,16",
     }  # fmt: skip
     flat = [part for pair in options.items() for part in pair]
-    assert train("--out", tmp_path / "run", "--max-steps", 1, "--random-init", *flat)[0] == 0
+    assert train("--out", tmp_path / "run", "--max-steps", 1, "--random-init", "--score-documents", *flat)[0] == 0
     found = json.loads((tmp_path / "run" / "recipe.json").read_text())
     for name, value in options.items():
         key = {"pieces": "most_pieces"}.get(name[2:], name[2:].replace("-", "_"))
         assert found[key] == ([int(v) for v in value.split(",")] if name in ("--strides", "--eval-windows") else value), name
-    assert found["random_init"] and found["windows"] == [8, 16] and found["sinks"] == 2
+    assert found["random_init"] and found["score_documents"] and found["windows"] == [8, 16] and found["sinks"] == 2
 
 
 def test_defaults_are_the_recipes() -> None:

@@ -226,6 +226,16 @@ def test_bad_stages(text: str) -> None:
         Stage.parse(text)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_rows_of_answers_score_the_answer_or_all_before_its_end(tmp_path: Path, documents: bool) -> None:
+    made = curriculum(tmp_path, "400x2:2k:0/0/1", score_documents=documents)
+    rows = [made.answers.row(i, 400) for i in range(2)] if made.answers else []
+    for (_, answer), scored in zip(rows, made.batch(0).scored, strict=True):
+        # position i says whether token i + 1 is predicted; padding behind the answer never is
+        first = 0 if documents else answer.start - 1
+        assert scored.nonzero().flatten().tolist() == list(range(first, answer.stop - 1))
+
+
 def test_reconstruction_rows_score_the_second_copy_only(tmp_path: Path) -> None:
     made = curriculum(tmp_path, "129x4:2k:1/0/0", most_pieces=1)
     batch = made.batch(0)

@@ -59,6 +59,9 @@ def train(
     hardest: Annotated[
         int, typer.Option(help="Loss positions of a row: those that slots have moved furthest from the full KV; 0: all.")
     ] = 0,
+    score_documents: Annotated[
+        bool, typer.Option("--score-documents", help="Rows with an answer: loss on the document and the question too.")
+    ] = False,
     pieces: Annotated[int, typer.Option(help="A reconstructed passage comes again in up to so many shuffled pieces.")] = 8,
     strides: Annotated[str, typer.Option(help="r, one drawn for each step: 4,8.")] = "4,8",
     windows: Annotated[str, typer.Option(help="W, one drawn for each step (at most a quarter of the row).")] = (
@@ -130,6 +133,7 @@ def train(
             "stages": tuple(part.strip() for part in stages.split(",")), "mirror": mirror, "slot_input": slot_input,
             "slot_token": slot_token, "random_init": random_init, "strides": _whole("strides", strides),
             "windows": _whole("windows", windows), "sinks": sinks, "kl": kl, "hardest": hardest,
+            "score_documents": score_documents,
             "most_pieces": pieces, "lr": lr, "min_lr": min_lr,
             "warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip": clip, "micro_rows": micro_rows, "seed": seed,
             "checkpoint_s": checkpoint_minutes * 60, "eval_tokens": eval_tokens, "eval_windows": _whole("eval-windows", eval_windows),
