@@ -13,22 +13,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from masw import hardware
+
 FEW_ROWS = 32
 """Up to this many rows a KV head's whole query group is one matrix, so that each key is read once and not G times
 (measured at one row and 32K keys: 2.2 to 2.6 times faster than `enable_gqa`). Wider blocks are bound by arithmetic."""
 
 MANY_KEYS = 1024
-"""From this many keys on, a few bf16 rows on the CPU take `_few_rows`: torch's fused kernel takes 1.5 to 3 times as long for 4096
-keys, but starts 30 microseconds sooner."""
+"""From this many keys on, a few bf16 rows on a CPU without AMX take `_few_rows`: torch's fused kernel takes 1.5 to 3 times as long there
+for 4096 keys, but starts 30 microseconds sooner."""
+
+
+def _two_products(keys: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether few rows over `keys` keys go through `_few_rows` instead of torch's fused kernel. With AMX the fused kernel takes 0.3 to
+    0.9 of its time at 832 to 32K keys, since the products first copy the keys of a memory that has room to grow."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and keys >= MANY_KEYS and not hardware.cpu_features()["amx_bf16"]
 
 
 def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """Turns a boolean mask [N, K] into what `attend` adds to the scores, once a forward instead of once a layer.
 
-    Returns [G * N, K] for few rows (stored keys first, as `_few_rows` reads it), [N, K] otherwise.
+    Returns [G * N, K] for few rows, stored as the kernel that reads them likes it (`_few_rows`: keys first), [N, K] otherwise.
     """
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-    return mask.repeat(group, 1).T.contiguous().T if seen.shape[0] <= FEW_ROWS else mask
+    if seen.shape[0] > FEW_ROWS:
+        return mask
+    mask = mask.repeat(group, 1)
+    return mask.T.contiguous().T if _two_products(seen.shape[1], dtype, seen.device) else mask
 
 
 def block_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor | TiledMask:
@@ -141,7 +152,7 @@ def _probabilities(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
 
 
 def _few_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Two products around a softmax, for bf16 on the CPU. q [B, kv, G * N, D]; mask [G * N, K]; returns [B, kv, G * N, D].
+    """Two products around a softmax, for bf16 on a CPU without AMX. q [B, kv, G * N, D]; mask [G * N, K]; returns [B, kv, G * N, D].
 
     Torch's fused kernel is 2 to 3 times slower there. Keys come first in the scores, since a tall product of few columns reads
     the keys at memory speed. Scores are rounded to bf16, as in transformers' eager attention.
@@ -183,8 +194,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | TiledMask | OwnAttent
         group = heads // kv_heads
         # [B, N, kv, G, D] -> [B, kv, G * N, D]; rows of one query head stay together, as in the repeated mask
         q = q.view(batch, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * rows, dim)
-        plain = q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.shape[2] >= MANY_KEYS
-        out = _few_rows(q, k, v, mask) if plain else F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        products = _two_products(k.shape[2], q.dtype, q.device)
+        out = _few_rows(q, k, v, mask) if products else F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out = out.view(batch, kv_heads, group, rows, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(batch, rows, heads * dim)
     if causal and rows != k.shape[2]:

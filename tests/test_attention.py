@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from masw import hardware
 from masw.attention import FEW_ROWS, MANY_KEYS, additive_mask, attend, block_mask, tiled_mask
 from tests.helpers import naive_attention, table_mask
 
@@ -133,8 +134,12 @@ def test_block_mask_suits_every_width(rows: int, heads: int, kv_heads: int) -> N
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("rows", [1, 6, FEW_ROWS + 40])
-def test_bf16_over_many_keys(rows: int, heads: int, kv_heads: int, masked: bool) -> None:
+@pytest.mark.parametrize("amx", [True, False])
+def test_bf16_over_many_keys(
+    rows: int, heads: int, kv_heads: int, masked: bool, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bf16 paths of the CPU err at most twice as much as plain bf16 attention, against fp64."""
+    monkeypatch.setattr(hardware, "cpu_features", lambda: {"amx_bf16": amx})
     exact = tensors(rows, MANY_KEYS + 7, heads, kv_heads, 2)
     seen = random_mask(rows, MANY_KEYS + 7) if masked else torch.ones(rows, MANY_KEYS + 7).bool()
     q, k, v = (t.bfloat16() for t in exact)
