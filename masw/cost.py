@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from masw.config import MemoryShape, ModelConfig
 
 INT4_GROUP = 32  # inputs that share a scale and an offset, two bf16 numbers
+INT4_ROWS = 16  # torch packs output rows by so many
 PREFILL_CHUNK = 512
 
 
@@ -54,17 +55,32 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
 def packed_bytes(config: ModelConfig, kind: str) -> int:
     """Bytes of the packed copies that a quantised draft's steps read in place of its matrices; 0 for plain weights.
 
-    int8: a byte a weight and a bf16 scale an output row. int4: half a byte a weight and two bf16 numbers a group; its head is int8.
+    int8: a byte a weight and a bf16 scale an output row. int4: half a byte a weight and two bf16 numbers a group.
     """
     if kind not in ("int8", "int4"):
         return 0
     c = config
     qkv = c.q_width + 2 * c.kv_width
     shapes = [(qkv, c.hidden), (c.hidden, c.q_width), (2 * c.intermediate, c.hidden), (c.hidden, c.intermediate)]
-    head = c.vocab * c.hidden + 2 * c.vocab
+    head = (c.vocab, c.hidden)
     if kind == "int8":
-        return c.layers * sum(n * k + 2 * n for n, k in shapes) + head
-    return c.layers * sum(n * k // 2 + 4 * n * k // INT4_GROUP for n, k in shapes) + head
+        return c.layers * sum(map(_int8_bytes, shapes)) + _int8_bytes(head)
+    return c.layers * sum(map(_int4_bytes, shapes)) + (_int4_bytes if head_in_int4(c) else _int8_bytes)(head)
+
+
+def head_in_int4(config: ModelConfig) -> bool:
+    """Whether the LM head of an int4 draft is int4 too; else it is int8, since the vocabulary is no multiple of what is packed."""
+    return config.vocab % INT4_ROWS == 0
+
+
+def _int8_bytes(shape: tuple[int, int]) -> int:
+    rows, inputs = shape
+    return rows * inputs + 2 * rows
+
+
+def _int4_bytes(shape: tuple[int, int]) -> int:
+    rows, inputs = shape
+    return rows * inputs // 2 + 4 * rows * inputs // INT4_GROUP
 
 
 def read_bytes(config: ModelConfig, itemsize: int, kind: str = "plain") -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from masw import quantise
 from masw.config import MemoryShape, ModelConfig
+from masw.cost import packed_bytes
 from masw.decoder import Decoder
 from masw.engine import Settings
 from masw.errors import UsageError
 from masw.linear import dense, linear
 from masw.memory import Memory
 from masw.methods import MemoryOptions
-from masw.quantise import FEW_ROWS, GROUP, Int4, Int8, packable, quantised
+from masw.quantise import FEW_ROWS, GROUP, RESCORED, Int4, Int4Head, Int8, packable, quantised
 from masw.session import RunOptions, Session
 from masw.weights import random_weights
 from masw.zoo import Pair, load_pair
@@ -115,10 +118,34 @@ def test_a_self_pair_stays_plain_by_itself() -> None:
     assert job.trace.header["draft_weights"] == "bfloat16"
 
 
-def test_packing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pack", "rows", "part"), [(Int8, 50, 7), (Int4, 208, 64), (Int4Head, 192, 64)])
+def test_packing_in_parts_changes_nothing(pack: type, rows: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head of a large vocabulary is packed some rows at a time, so that its fp32 copy does not set the peak memory."""
-    weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    whole = quantise.Int8(weight)
-    monkeypatch.setattr(quantise, "ROWS_AT_ONCE", 7)
-    parts = quantise.Int8(weight)
+    weight = torch.randn(rows, 64, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    whole = pack(weight)
+    monkeypatch.setattr(quantise, "ROWS_AT_ONCE", part)
+    parts = pack(weight)
     assert torch.equal(whole.packed, parts.packed) and torch.equal(whole.scale, parts.scale)
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    assert torch.equal(linear(x, whole), linear(x, parts))
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS])
+def test_the_int4_head_finds_the_best_tokens_of_the_original(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight, x = (torch.randn(n, 128, generator=generator).bfloat16() for n in (4096, rows))
+    exact = torch.nn.functional.linear(x, weight)
+    coarse, fine = linear(x, Int4(weight)), linear(x, Int4Head(weight))
+    best = exact.topk(RESCORED // 2).indices
+    torch.testing.assert_close(fine.gather(1, best), exact.gather(1, best), rtol=0.01, atol=0.05)
+    assert (fine != coarse).sum() <= rows * RESCORED  # the others stay as they are
+    assert torch.equal(linear(x[:1], Int4Head(weight[:RESCORED])), torch.nn.functional.linear(x[:1], weight[:RESCORED]))
+
+
+def test_a_vocabulary_that_int4_cannot_pack_gets_an_int8_head() -> None:
+    config = replace(CONFIG, vocab=200)
+    decoder = quantised(Decoder(config, random_weights(config, 0, CPU, torch.bfloat16)), "int4")
+    assert type(decoder.weights.head) is Int8
+    assert type(quantised(small(), "int4").weights.head) is Int4Head
+    for c, made in ((config, decoder), (CONFIG, quantised(small(), "int4"))):
+        assert made.weights.packed_nbytes == packed_bytes(c, "int4")
