@@ -57,7 +57,7 @@ browser: ## Debian's chromium, for the tests of pages; without it those tests ar
 lint: $(STAMP) ## ruff, mypy, import-linter
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy && $(BIN)/mypy scripts
 	@$(BIN)/lint-imports
 
 bench: $(STAMP) ## methods and peers on the guide with smollm2, quick: make bench [ARGS="--contexts 2k --data FILE.jsonl"]

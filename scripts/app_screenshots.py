@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from playwright.sync_api import sync_playwright
 
@@ -53,7 +53,11 @@ def main(pair: str, document: Path) -> None:
                     page.close()
             visitor = context.storage_state()  # the same visitor in other windows sees the same runs
             context.close()
-            for name, width, scheme in (("live-dark", 1280, "dark"), ("live-390", 390, "light")):
+            windows: tuple[tuple[str, int, Literal["dark", "light"]], ...] = (
+                ("live-dark", 1280, "dark"),
+                ("live-390", 390, "light"),
+            )
+            for name, width, scheme in windows:
                 context = browser.new_context(
                     viewport={"width": width, "height": 1500}, color_scheme=scheme, storage_state=visitor
                 )

@@ -30,6 +30,7 @@ from masw.adaptor import Adaptor, AdaptorInfo
 from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.engine import Round, Settings
+from masw.linear import linear
 from masw.memory import Memory
 from masw.metrics import Summary
 from masw.prefill import CHUNK
@@ -304,7 +305,7 @@ def _products(model: Model, tokens: int) -> Callable[[], None]:
         for _ in range(tokens // CHUNK):
             for w in model.decoder.weights.layers:
                 for value, weight in ((x, w.qkv), (a, w.out), (x, w.gate_up), (m, w.down)):
-                    torch.nn.functional.linear(value, weight)
+                    linear(value, weight)
 
     return products
 

@@ -159,7 +159,7 @@ def fetch(name: str) -> bool:
 @st.fragment(run_every=0.5)
 def _fetching() -> None:
     job = active()
-    if job is None:
+    if job is None or not isinstance(job.work, Fetch):  # done, and another window of the visitor's may already run something
         st.rerun()
     what, done, total = job.work.load or ("waiting in line", 0, 0)
     st.progress(min(1.0, done / total) if total else 0.0, text=f"{what}: {gib(done)} of {gib(total)}" if total else what)
