@@ -17,7 +17,7 @@ BENCH = $(BIN)/masw bench --max-new-tokens 256
 GRID = --docs $(DOCS) --repeats $(REPEATS) $(SETS:%=--data $(DATA)/%.jsonl)
 STAMP := $(VENV)/.installed
 
-.PHONY: report report-live browser demo test test-slow lint bench bench-paper gpu-bench bench-core train gpu-train ablations eval-adaptor ship install clean help
+.PHONY: report report-live browser demo test test-slow lint bench bench-paper gpu-bench bench-core train gpu-train ablations eval-adaptor ship results install clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -89,6 +89,9 @@ ablations: $(STAMP) ## recipes at equal tokens, resumable, under an hour of one 
 
 ship: $(STAMP) ## put a trained adaptor into data/adaptors if it beats the one there
 	@$(BIN)/python scripts/ship_adaptor.py $(ARGS)
+
+results: $(STAMP) ## docs/RESULTS.md from the tables in data/results
+	@$(BIN)/python scripts/results_page.py $(ARGS)
 
 clean: ## remove the virtual environment and caches of the checkout
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

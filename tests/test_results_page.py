@@ -1,0 +1,50 @@
+"""docs/RESULTS.md is what the tables in data/results say."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "results_page.py"
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_the_committed_page_is_that_of_the_tables(script: dict[str, Any]) -> None:
+    assert script["main"](["--check"]) == 0
+
+
+def test_a_page_that_is_not_is_told(script: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = script["main"]
+    main.__globals__["PAGE"] = tmp_path / "RESULTS.md"
+    assert main(["--check"]) == 1 and "run scripts/results_page.py" in capsys.readouterr().err
+    main.__globals__["ROOT"] = tmp_path
+    assert main([]) == 0 and main(["--check"]) == 0
+
+
+def test_means_and_gaps_are_those_of_the_rows(script: dict[str, Any], tmp_path: Path) -> None:
+    adaptor = {"file": "a", "provenance": {"tokens": 1000}}
+    head = {"pair": "p", "answer_tokens": 8, "adaptors": {"8": adaptor}, "dtype": "fp32", "commit": "c"}
+    rows = [head]
+    for name, scale in (("govreport", 1.0), ("qmsum", 2.0)):
+        for method, window, stride, value in (("full", None, None, 5.0), ("window", 16, None, 2.0), ("masw", 16, 8, 3.5)):
+            rows.append({
+                "set": name, "context": 64, "window": window, "stride": stride, "method": method, "weights": "plain", "n": 2,
+                "agreement": 0.5, "kl": 0.1, "tokens_per_iteration": {"5": scale * value, "8": value},
+            })  # fmt: skip
+    (tmp_path / "adaptor_p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    text = script["page"](tmp_path)
+    assert "| 64 | 16 | 8 | plain | `masw` | 4 | 5.25 | 3.50 | 0.500 | 0.10 | 0.70 | 0.50 |" in text
+    assert "GovReport, QMSum: 4 answers of at most 8 tokens; adaptor a, trained on 1,000 tokens" in text
+    assert "| 64 | - | - | plain | `full` | 4 | 7.50 | 5.00 | 0.500 | 0.10 | 1.00 |  |" in text
+
+
+def test_no_results_make_a_page_without_tables(script: dict[str, Any], tmp_path: Path) -> None:
+    assert "|" not in script["page"](tmp_path)
