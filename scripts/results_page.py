@@ -1,4 +1,4 @@
-"""Writes docs/RESULTS.md from the tables in data/results, so that no number there is typed by hand.
+"""Writes docs/RESULTS.md, and the README's table of methods, from data/results, so that no number there is typed by hand.
 
 python scripts/results_page.py [--check]      --check: writes nothing, exits with 1 when the page is not that of the tables
 """
@@ -16,7 +16,9 @@ from typing import Any
 from masw.files import replacing
 
 ROOT = Path(__file__).parent.parent
-RESULTS, PAGE = ROOT / "data" / "results", ROOT / "docs" / "RESULTS.md"
+RESULTS, PAGE, README = ROOT / "data" / "results", ROOT / "docs" / "RESULTS.md", ROOT / "README.md"
+MARKS = "<!-- made by scripts/results_page.py -->", "<!-- end -->"  # around the README's table
+PAIR = "qwen2.5-coder"  # of that table
 SETS = {"govreport": "GovReport", "qmsum": "QMSum", "multinews": "MultiNews", "recall": "recall"}
 MEASURED = ("full", "window", "window-equal", "snapkv", "hybrid", "masw-untrained", "masw")
 
@@ -32,6 +34,34 @@ within a table.
 def page(results: Path) -> str:
     parts = [HEAD, *grids(results), *adaptors(results), *steps(results), *heads(results)]
     return "\n".join(parts)
+
+
+def comparison(results: Path) -> str:
+    """Methods by contexts: the default pair's grids in one table."""
+    cells: dict[str, dict[int, str]] = {}
+    count: dict[int, int] = {}
+    for path in results.glob(f"bench-{PAIR}-*.jsonl"):
+        head, *lines = read(path)
+        if head["definition"]["adaptive"]:
+            continue
+        together = {line["context"] for line in lines if line["set"] == "all"}
+        for line in lines:
+            context = line["context"]
+            if line["set"] != "all" and context in together:
+                continue
+            count[context] = max(count.get(context, 0), line["documents"])
+            iteration, decoding, whole = line["tokens_per_iteration"], line["speedup"], line["speedup_end_to_end"]
+            cells.setdefault(line["method"], {})[context] = f"{number(iteration)}, {times(decoding)}, {times(whole)}"
+    contexts = sorted(count)
+    shown = sorted((m for m in cells if m != "none"), key=lambda m: (m.startswith("hf"), m))
+    body = [[f"`{m}`", *(cells[m].get(c, "-") for c in contexts)] for m in shown]
+    return table(["method", *(f"{c:,} (n = {count[c]})" for c in contexts)], body)
+
+
+def with_comparison(readme: str, block: str) -> str:
+    """`readme` with the text between its marks replaced."""
+    before, rest = readme.split(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{block}\n{MARKS[1]}{rest.split(MARKS[1], 1)[1]}"
 
 
 def grids(results: Path) -> Iterator[str]:
@@ -228,18 +258,20 @@ def floored(ms: float | None, floor: float | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Writes docs/RESULTS.md from the tables in data/results.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when the page is not that of the tables")
+    parser = argparse.ArgumentParser(description="Writes docs/RESULTS.md and the README's table of methods from data/results.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where they are not those of the tables")
     options = parser.parse_args(argv)
-    text = page(RESULTS)
+    readme = README.read_text(encoding="utf-8")
+    wanted = {PAGE: page(RESULTS), README: with_comparison(readme, comparison(RESULTS))}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if options.check:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-            print(f"{PAGE.name} is not that of the tables in data/results; run scripts/results_page.py", file=sys.stderr)
-            return 1
-        return 0
-    with replacing(PAGE) as partial:
-        partial.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+        for path in stale:
+            print(f"{path.name} is not that of the tables in data/results; run scripts/results_page.py", file=sys.stderr)
+        return 1 if stale else 0
+    for path in stale:
+        with replacing(path) as partial:
+            partial.write_text(wanted[path], encoding="utf-8")
+    print(f"wrote {', '.join(path.name for path in stale) or 'nothing: all is as the tables say'}")
     return 0
 
 

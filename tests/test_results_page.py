@@ -25,8 +25,14 @@ def test_a_page_that_is_not_is_told(script: dict[str, Any], tmp_path: Path, caps
     main = script["main"]
     main.__globals__["PAGE"] = tmp_path / "RESULTS.md"
     assert main(["--check"]) == 1 and "run scripts/results_page.py" in capsys.readouterr().err
-    main.__globals__["ROOT"] = tmp_path
     assert main([]) == 0 and main(["--check"]) == 0
+
+
+def test_the_readme_keeps_all_but_its_table(script: dict[str, Any]) -> None:
+    start, end = script["MARKS"]
+    made = script["with_comparison"](f"before\n{start}\nold\n{end}\nafter", "new")
+    assert made == f"before\n{start}\n\nnew\n{end}\nafter"
+    assert script["with_comparison"](made, "new") == made
 
 
 def test_means_and_gaps_are_those_of_the_rows(script: dict[str, Any], tmp_path: Path) -> None:
