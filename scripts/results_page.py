@@ -1,6 +1,9 @@
 """Writes docs/RESULTS.md, and the README's table of methods, from data/results, so that no number there is typed by hand.
 
-python scripts/results_page.py [--check]      --check: writes nothing, exits with 1 when the page is not that of the tables
+python scripts/results_page.py [--measure FILE.json] [--check]
+
+--measure  first keeps what `masw eval-adaptor --json` printed as data/results/adaptor_PAIR.jsonl, in place of the older measure
+--check    writes nothing, exits with 1 where page and table are not those of data/results
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from masw.errors import UsageError
 from masw.files import replacing
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +66,23 @@ def with_comparison(readme: str, block: str) -> str:
     """`readme` with the text between its marks replaced."""
     before, rest = readme.split(MARKS[0])
     return f"{before}{MARKS[0]}\n\n{block}\n{MARKS[1]}{rest.split(MARKS[1], 1)[1]}"
+
+
+def keep_measure(path: Path, results: Path) -> Path:
+    """The table of a measure. Raises UsageError for a file that is none, or a partial one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        rows, about = found["rows"], {k: v for k, v in found["provenance"].items() if k != "models"}
+        packed = "-int4" if any(row["weights"] == "int4" for row in rows) else ""
+        out = results / f"adaptor_{about['pair'].replace('/', '--')}{packed}.jsonl"
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise UsageError(f"{path} is not what `masw eval-adaptor --json` prints") from None
+    if found.get("partial"):
+        raise UsageError(f"{path} is a partial measure; run eval-adaptor to its end")
+    lines = [{"type": "header", **about}, *({"type": "row", **row} for row in rows)]
+    with replacing(out) as partial:
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return out
 
 
 def grids(results: Path) -> Iterator[str]:
@@ -260,7 +281,14 @@ def floored(ms: float | None, floor: float | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Writes docs/RESULTS.md and the README's table of methods from data/results.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where they are not those of the tables")
+    parser.add_argument("--measure", type=Path, help="keep this output of masw eval-adaptor --json in data/results first")
     options = parser.parse_args(argv)
+    if options.measure:
+        try:
+            print(f"kept {keep_measure(options.measure, RESULTS).name}")
+        except UsageError as error:
+            print(f"results_page: {error}", file=sys.stderr)
+            return 2
     readme = README.read_text(encoding="utf-8")
     wanted = {PAGE: page(RESULTS), README: with_comparison(readme, comparison(RESULTS))}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -54,3 +54,19 @@ def test_means_and_gaps_are_those_of_the_rows(script: dict[str, Any], tmp_path: 
 
 def test_no_results_make_a_page_without_tables(script: dict[str, Any], tmp_path: Path) -> None:
     assert "|" not in script["page"](tmp_path)
+
+
+def test_a_measure_is_kept_and_a_partial_one_refused(
+    script: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"set": "govreport", "weights": "plain", "n": 1}
+    measure = {"rows": [row], "provenance": {"pair": "p", "models": {"draft": 1}}}
+    (tmp_path / "m.json").write_text("a line before\n" + json.dumps(measure))
+    out = script["keep_measure"](tmp_path / "m.json", tmp_path)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+        {"type": "header", "pair": "p"},
+        {"type": "row", **row},
+    ]
+    (tmp_path / "m.json").write_text(json.dumps(measure | {"partial": True}))
+    assert script["main"](["--measure", str(tmp_path / "m.json")]) == 2 and "partial" in capsys.readouterr().err
+    assert script["main"](["--measure", str(tmp_path / "none.json")]) == 2 and "is not what" in capsys.readouterr().err
