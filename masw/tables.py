@@ -61,6 +61,25 @@ NO_RESULTS = (
 )
 
 
+RECALL_WINDOW = 256  # of the rows that a notebook shows, where a measure has several
+
+
+def recall(pair: str) -> list[dict[str, Any]]:
+    """How draft memories repeat a made-up code that was planted far back in a document (`masw eval-adaptor --recall`): the pair's rows
+    in data/results, untrained slots left out; empty while there are none."""
+    rows = [r for r in results(f"adaptor_{pair}") if r["set"] == "recall" and r.get("weights", "plain") == "plain"]
+    wide = {r["window"] for r in rows} - {None}
+    shown = {None, RECALL_WINDOW} if RECALL_WINDOW in wide else {None, *wide}
+    names = {"context": "context (tokens)", "window": "W", "stride": "r", "method": "method", "n": "answers (n)",
+             "agreement": "agreement on the planted tokens (share)"}  # fmt: skip
+    return [
+        {heading: NOT_APPLICABLE if r[key] is None else r[key] for key, heading in names.items()}
+        | {"tokens per iter": next(iter(r["tokens_per_iteration"].values()))}
+        for r in rows
+        if r["method"] != "masw-untrained" and r["window"] in shown
+    ]
+
+
 def missing(*questions: str) -> list[dict[str, Any]]:
     """Rows that say what has not been measured."""
     return [{"question": q, "result": "not measured yet"} for q in questions]

@@ -19,7 +19,7 @@ from masw.errors import UsageError
 from masw.lessons import METHODS, Lesson
 from masw.report.library import read
 from masw.report.schema import parse_cell
-from masw.tables import bench_lines, marked, missing, results, speedup_points, trade_off
+from masw.tables import bench_lines, marked, missing, recall, results, speedup_points, trade_off
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 SOURCES = sorted(FOLDER.glob("*.py"))
@@ -184,4 +184,7 @@ def test_result_tables_become_points() -> None:
         {"method": "masw", "context": 4096, "speed-up": 1.2, "n": 6, "low": 1.1, "high": 1.3}
     ]
     assert trade_off([line], traces)[0]["draft KV (bytes)"] == 10
+    recalled = recall("smollm2")
+    assert {"full", "window", "masw"} <= {row["method"] for row in recalled} and not recall("tiny")
+    assert {row["W"] for row in recalled} == {"—", 256} and "masw-untrained" not in {row["method"] for row in recalled}
     assert all("speedup" in row for pair in ("smollm2", "qwen2.5-coder") for row in bench_lines(pair))
