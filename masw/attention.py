@@ -24,10 +24,16 @@ MANY_KEYS = 1024
 for 4096 keys, but starts 30 microseconds sooner."""
 
 
+def _fused_is_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's fused CPU kernel multiplies bf16 tiles itself. Measured with AMX against what stands in for it elsewhere: few rows over
+    832 to 32K keys take 0.3 to 0.9 of the time of `_few_rows`, whose products first copy the keys of a memory that has room to grow;
+    512 rows over 1K to 16K keys 0.2 to 0.7 of that of tiles, though it reads keys that no row sees."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and hardware.cpu_features()["amx_bf16"]
+
+
 def _two_products(keys: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether few rows over `keys` keys go through `_few_rows` instead of torch's fused kernel. With AMX the fused kernel takes 0.3 to
-    0.9 of its time at 832 to 32K keys, since the products first copy the keys of a memory that has room to grow."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and keys >= MANY_KEYS and not hardware.cpu_features()["amx_bf16"]
+    """Whether few rows over `keys` keys go through `_few_rows` instead of torch's fused kernel."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and keys >= MANY_KEYS and not _fused_is_fast(dtype, device)
 
 
 def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -43,9 +49,9 @@ def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 def block_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor | TiledMask:
-    """The mask of a block in the form that suits its width and the device."""
+    """The mask of a block that a memory reads, in the form that suits its width and the device."""
     rows, keys = seen.shape
-    if rows <= FEW_ROWS or seen.device.type != "cpu":
+    if rows <= FEW_ROWS or seen.device.type != "cpu" or _fused_is_fast(dtype, seen.device):
         return additive_mask(seen, group, dtype)
     return tiled_mask(seen, dtype, min(TILE_ROWS, max(32, TILE_SCORES // keys)))
 
@@ -200,9 +206,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | TiledMask | OwnAttent
         return out.reshape(batch, rows, heads * dim)
     if causal and rows != k.shape[2]:
         raise ValueError(f"causal attention needs as many rows as keys, not {rows} rows and {k.shape[2]} keys; pass a mask")
-    # Fewer KV heads are expanded by hand: torch's fused CPU kernel and its backward then serve every shape.
-    if kv_heads != heads:
+    # With a gradient, or on a GPU, fewer KV heads are expanded by hand: the fused kernels and their backward then serve every shape.
+    grouped = q.device.type == "cpu" and not any(x.requires_grad for x in (q, k, v))
+    if kv_heads != heads and not grouped:
         k = k.repeat_interleave(heads // kv_heads, dim=1)
         v = v.repeat_interleave(heads // kv_heads, dim=1)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(batch, rows, heads * dim)

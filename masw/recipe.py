@@ -33,6 +33,9 @@ class TrainConfig(BaseModel):
     lr: float = Field(3e-3, gt=0, le=1)
     min_lr: float = Field(0.05, ge=0, le=1)  # share of lr at the end of the cosine
     warmup_steps: int = Field(20, ge=0)
+    average: float = Field(
+        0.0, ge=0, lt=1
+    )  # decay of a moving average of the weights, which is measured and saved; 0: the weights themselves
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, gt=0)

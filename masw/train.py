@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from masw.adaptor import Adaptor, AdaptorInfo
+from masw.average import Average
 from masw.config import MemoryShape
 from masw.curriculum import Batch, Curriculum
 from masw.data import Answers, Texts
@@ -167,6 +168,7 @@ class _Run:
         if start is not None:
             _take(self.adaptor, start.adaptor)
         self.adaptor.requires_grad_(True)
+        self.average = Average(self.adaptor, config.average) if config.average else None
         self.passes = Passes(decoder, config.attention, checkpoint=config.checkpoint_activations)
         self.eval_passes = Passes(decoder, config.attention)
         self.trainee: nn.Module = Trainee(self.adaptor, self.passes, config.kl, config.hardest)
@@ -179,6 +181,11 @@ class _Run:
         self.unsaved = False
         self.baselines = Baselines()
         self._open()
+
+    @property
+    def result(self) -> Adaptor:
+        """What is measured and saved."""
+        return self.adaptor if self.average is None else self.average.adaptor
 
     # ---- the loop
 
@@ -217,7 +224,7 @@ class _Run:
                 )
             if done:
                 tokens = curriculum.tokens_before(self.step)
-                return Result(self.adaptor, self.step, curriculum.steps, tokens, self.folder.path, self.measured)
+                return Result(self.result, self.step, curriculum.steps, tokens, self.folder.path, self.measured)
             self._advance(rate)
 
     def _advance(self, rate: float) -> None:
@@ -227,6 +234,8 @@ class _Run:
         lr = self.learning_rate(self.step)
         total, norm = self._update(batch, lr)
         self.step, self.unsaved = self.step + 1, True
+        if self.average is not None:
+            self.average.follow(self.adaptor, self.step)
         if self.rank:
             return
         tokens, seconds = curriculum.tokens_before(self.step), time.monotonic() - before
@@ -311,7 +320,7 @@ class _Run:
         before = time.monotonic()
         rows = measure(
             self.eval_passes,
-            self.adaptor,
+            self.result,
             self.held,
             self.config.sinks,
             self.config.eval_windows,
@@ -346,6 +355,8 @@ class _Run:
         with torch.no_grad():
             for name, parameter in self.adaptor.named_parameters():
                 parameter.copy_(state["adaptor"][name])
+            for name, parameter in self.average.adaptor.named_parameters() if self.average is not None else ():
+                parameter.copy_(state["average"][name])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.best, self.since_best = state["step"], state["best"], state["since_best"]
         self.curriculum.drawn.update(state["drawn"])
@@ -358,6 +369,7 @@ class _Run:
             "format": FORMAT,
             "step": self.step,
             "adaptor": {name: p.detach() for name, p in self.adaptor.named_parameters()},
+            "average": None if self.average is None else dict(self.average.adaptor.named_parameters()),
             "optimiser": self.optimiser.state_dict(),
             "drawn": dict(self.curriculum.drawn),
             "rng": torch.get_rng_state(),
@@ -372,7 +384,7 @@ class _Run:
     def _write_adaptor(self, name: str) -> None:
         init: dict[str, Any] = {"init": self.start.about} if self.start else {}
         try:
-            self.adaptor.save(
+            self.result.save(
                 self.folder.path / name,
                 q_rank=self.config.q_rank,
                 decoder=self.decoder,

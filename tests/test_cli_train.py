@@ -117,7 +117,7 @@ def test_a_pair_trains_its_draft(train: Masw, tmp_path: Path) -> None:
 def test_options_are_the_recipes(train: Masw, tmp_path: Path) -> None:
     options = {
         "--mirror": "qkv", "--slot-input": "token", "--slot-token": 7, "--kl": 0.25, "--pieces": 2, "--strides": "4", "--lr": 1e-4,
-        "--min-lr": 0.5, "--weight-decay": 0.1, "--clip": 2.0, "--micro-rows": 1, "--seed": 5, "--eval-windows": "8,16",
+        "--min-lr": 0.5, "--weight-decay": 0.1, "--clip": 2.0, "--average": 0.9, "--micro-rows": 1, "--seed": 5, "--eval-windows": "8,16",
     }  # fmt: skip
     flat = [part for pair in options.items() for part in pair]
     assert train("--out", tmp_path / "run", "--max-steps", 1, "--random-init", "--score-documents", *flat)[0] == 0

@@ -233,18 +233,34 @@ def test_a_run_leaves_an_adaptor_that_inference_loads(sources: tuple[data.Texts,
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("stop", [1, 4, 5])
+@pytest.mark.parametrize(("stop", "average"), [(1, 0.0), (4, 0.0), (5, 0.0), (4, 0.6)])
 def test_a_stopped_and_resumed_run_is_the_run_that_was_not(
-    sources: tuple[data.Texts, data.Answers], tmp_path: Path, stop: int
+    sources: tuple[data.Texts, data.Answers], tmp_path: Path, stop: int, average: float
 ) -> None:
-    whole = run(sources, tmp_path / "whole")
-    part = run(sources, tmp_path / "part", max_steps=stop)
+    chosen = config(average=average)
+    whole = run(sources, tmp_path / "whole", recipe=chosen)
+    part = run(sources, tmp_path / "part", recipe=chosen, max_steps=stop)
     assert part.step == stop
-    rest = run(sources, tmp_path / "part")
+    rest = run(sources, tmp_path / "part", recipe=chosen)
     assert log(tmp_path / "part") == log(tmp_path / "whole")
     assert log(tmp_path / "part", "measure") == log(tmp_path / "whole", "measure")
     for a, b in zip(whole.adaptor.parameters(), rest.adaptor.parameters(), strict=True):
         assert a.equal(b)
+
+
+def test_the_average_of_the_weights_is_saved_and_does_not_change_the_run(
+    sources: tuple[data.Texts, data.Answers], tmp_path: Path
+) -> None:
+    decoder = small_decoder(torch.float64)
+    passed = [run(sources, tmp_path / f"{n}", decoder, config(eval_tokens=0), max_steps=n).adaptor for n in range(7)]
+    result = run(sources, tmp_path / "average", decoder, config(eval_tokens=0, average=0.7))
+    expected = passed[0].kv
+    for step, weights in enumerate(passed[1:], 1):  # a mean of 2, of 3 and of 4, then 0.7 of the old
+        expected = expected + max(0.3, 1 / (step + 1)) * (weights.kv - expected)
+    torch.testing.assert_close(result.adaptor.kv, expected, rtol=0, atol=1e-12)
+    assert log(tmp_path / "average") == log(tmp_path / "6")
+    loaded = Adaptor.load(tmp_path / "average" / "adaptor.safetensors", decoder, base="tiny", dtype=torch.float64)
+    assert loaded.kv.equal(expected.bfloat16().double())
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(

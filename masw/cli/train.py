@@ -71,6 +71,10 @@ def train(
     lr: Annotated[float, typer.Option(help="Learning rate at the top of the cosine.")] = 3e-3,
     min_lr: Annotated[float, typer.Option(help="Share of it at the end.")] = 0.05,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 20,
+    average: Annotated[
+        float,
+        typer.Option(help="Decay of a moving average of the weights, which is measured and saved; 0: the weights themselves."),
+    ] = 0.0,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.0,
     clip: Annotated[float, typer.Option(help="Norm that gradients are cut to.")] = 1.0,
     micro_rows: Annotated[int, typer.Option(help="Rows of one backward pass, for less memory; 0: all of the step's.")] = 0,
@@ -134,6 +138,7 @@ def train(
             "slot_token": slot_token, "random_init": random_init, "strides": _whole("strides", strides),
             "windows": _whole("windows", windows), "sinks": sinks, "kl": kl, "hardest": hardest,
             "score_documents": score_documents,
+            "average": average,
             "most_pieces": pieces, "lr": lr, "min_lr": min_lr,
             "warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip": clip, "micro_rows": micro_rows, "seed": seed,
             "checkpoint_s": checkpoint_minutes * 60, "eval_tokens": eval_tokens, "eval_windows": _whole("eval-windows", eval_windows),
