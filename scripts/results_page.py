@@ -23,7 +23,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS, PAGE, README = ROOT / "data" / "results", ROOT / "docs" / "RESULTS.md", ROOT / "README.md"
 MARKS = "<!-- made by scripts/results_page.py -->", "<!-- end -->"  # around the README's table
 PAIR = "qwen2.5-coder"  # of that table
-SETS = {"govreport": "GovReport", "qmsum": "QMSum", "multinews": "MultiNews", "recall": "recall"}
+SETS = {
+    "govreport": "GovReport", "govreport_packed": "GovReport (packed)", "qmsum": "QMSum", "multinews": "MultiNews",
+    "multinews_packed": "MultiNews (packed)", "recall": "recall",
+}  # fmt: skip
 MEASURED = ("full", "window", "window-equal", "snapkv", "hybrid", "masw-untrained", "masw")
 
 HEAD = """# Results
