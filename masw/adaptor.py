@@ -53,6 +53,15 @@ class AdaptorInfo:
             about = about.get("init") or {}
         return total
 
+    @property
+    def longest_row(self) -> int | None:
+        """Tokens of the longest row of its own training and of those that it started from; None where its file does not say."""
+        found, about = [0], self.provenance
+        while about:
+            found += [int(stage.split("x")[0]) for stage in (about.get("recipe") or {}).get("stages", ())]
+            about = about.get("init") or {}
+        return max(found) or None
+
     def __post_init__(self) -> None:
         if self.slot_input not in SLOT_INPUTS:
             raise UsageError(f"slot input '{self.slot_input}' is unknown; use {', '.join(SLOT_INPUTS)}")

@@ -159,7 +159,11 @@ class Session:
                 # A memory with a budget has fewer slots than the stride r it was asked for: those of an adaptor for r, each over more tokens.
                 stride = shape.budget or shape.stride
                 adaptor, found = adaptor_for(draft.decoder, draft.name, stride, options.adaptor, prompt)
-                header["adaptor"] = {"file": found.name if found else None, **asdict(adaptor.info)}
+                header["adaptor"] = {
+                    "file": found.name if found else None,
+                    "longest_row": adaptor.info.longest_row,
+                    **asdict(adaptor.info),
+                }
             memory = draft_memory(config, shape, tokens=total, device=device, dtype=dtype, adaptor=adaptor)
             # Two streams of numbers, so that the accept rule's are independent of the draft's.
             random, vocab = Random(settings.sampling.seed + 1), self.pair.target.config.vocab

@@ -228,3 +228,11 @@ def test_tokens_seen_count_those_of_the_runs_before() -> None:
     before = {"tokens": 80, "init": {"tokens": 400, "recipe": {}}}
     assert AdaptorInfo("tiny", (4,), provenance={"tokens": 1000, "init": before}).tokens_seen == 1480
     assert AdaptorInfo("tiny", ()).tokens_seen == 0
+
+
+def test_the_longest_row_is_that_of_all_runs_before() -> None:
+    before = {"recipe": {"stages": ["512x2:60k:2/1/1", "4096x1:140k"]}}
+    about = {"recipe": {"stages": ["2048x1:1k"]}}
+    assert AdaptorInfo("tiny", (4,), provenance=about).longest_row == 2048
+    assert AdaptorInfo("tiny", (4,), provenance=about | {"init": before}).longest_row == 4096
+    assert AdaptorInfo("tiny", ()).longest_row is None

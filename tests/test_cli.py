@@ -282,6 +282,22 @@ def test_too_little_memory_names_the_estimate(masw, document: Path, monkeypatch:
     assert code == 2 and "GiB" in one_line(err)
 
 
+@pytest.mark.parametrize(("row", "far"), [(32, True), (2048, False)])
+def test_a_prompt_far_longer_than_an_adaptors_training_is_said(masw, document: Path, tmp_path: Path, row: int, far: bool) -> None:
+    import torch
+
+    from masw.adaptor import Adaptor, AdaptorInfo
+    from masw.zoo import load_pair
+
+    decoder = load_pair("tiny", device=torch.device("cpu"), dtype=torch.float32).draft.decoder
+    path = tmp_path / "short.safetensors"
+    Adaptor.copied(decoder, AdaptorInfo("tiny-2", (4,))).save(path, recipe={"stages": [f"{row}x2:1k:0/1/0"]})
+    code, out, err = masw(
+        "run", document, "--pair", "tiny", "--window", 16, "--stride", 4, "--adaptor", path, "--max-new-tokens", 4, "--compare"
+    )
+    assert code == 0 and (f"saw at most {row} tokens at a time" in out + err) == far
+
+
 def test_adaptor_for_another_model_or_stride_is_refused_by_name(masw, document: Path, tmp_path: Path) -> None:
     import torch
 

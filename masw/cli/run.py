@@ -16,6 +16,8 @@ from masw.errors import Cancelled, UsageError
 if TYPE_CHECKING:
     from masw.session import Difference, Run, Session
 
+FAR = 4  # a prompt of more than so many of an adaptor's longest rows is said to be far from its training
+
 
 def run(
     file: Annotated[
@@ -324,6 +326,13 @@ def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: S
             else "kept quiet: the draft is as good as without them"
         )
         notes.append(f"the draft's memory slots are untrained (no adaptor for this draft and stride), {kind}")
+    elif "adaptor" in job.trace.header:
+        row, tokens = job.trace.header["adaptor"]["longest_row"], job.trace.header["prompt_tokens"]
+        if row and tokens > FAR * row:
+            notes.append(
+                f"the adaptor saw at most {row:,} tokens at a time in training: over {tokens:,} its slots may be no help; "
+                "compare --method hybrid or window"
+            )
     if head := job.trace.header.get("eagle"):
         trained = f"was trained on {head['tokens']:,} tokens" if head["tokens"] else "is untrained"
         notes.append(f"the eagle head ({head['file']}) {trained}")
