@@ -15,7 +15,7 @@ from masw.config import MemoryShape
 from masw.errors import UsageError
 from masw.flex import FlexMask
 from masw.memory import Block, block_of, layout_of, on_device
-from masw.policies import expiry, materialise, visible
+from masw.policies import expiry, materialise, read_until, visible
 
 ATTENTIONS = ("auto", "tiled", "mask", "flex")
 FLEX_ROWS = 2048
@@ -43,7 +43,7 @@ class DenseMemory:
             raise UsageError(f"attention '{attention}' is unknown; use one of {', '.join(ATTENTIONS)}")
         self.shape, self.adaptor = shape, adaptor
         self._dtype, self._group, self._attention = dtype, group, attention
-        self._mask: tuple[int, Tensor | TiledMask | OwnAttention | None] | None = None
+        self._mask: tuple[tuple[int, int | None], Tensor | TiledMask | OwnAttention | None] | None = None
 
     def begin(self, tokens: Tensor) -> Block:
         rows = materialise(0, tokens.shape[1], self.shape.stride if self.adaptor is not None else None)
@@ -51,16 +51,24 @@ class DenseMemory:
         # three ranges (sinks, window, slots).
         stamps = [*range(1, 2 * rows.count, 2), *(2 * tau for tau in rows.boundaries)]
         times = on_device(stamps, tokens.device)
-        if self._mask is None or self._mask[0] != rows.count:
-            self._mask = rows.count, self._masked(times)
+        if self._mask is None or self._mask[0] != (rows.count, self._reach):
+            self._mask = (rows.count, self._reach), self._masked(times)
         adaptor = None if self.adaptor is None else self.adaptor.unbound(self._dtype)
         mask = self._mask[1]
         layout = layout_of(stamps, tokens.device) if rows.boundaries else None
         return block_of(tokens, rows, times, mask, mask is None, adaptor, tokens, layout)  # type: ignore[arg-type]
 
+    def ends(self, times: Tensor) -> Tensor:
+        """Last stamp that reads each of the rows with these stamps."""
+        return read_until(times, expiry(times, self.shape), self._reach)
+
+    @property
+    def _reach(self) -> int | None:
+        return None if self.adaptor is None else self.adaptor.info.reach
+
     def _masked(self, times: Tensor) -> Tensor | TiledMask | OwnAttention | None:
         """The mask of rows with these stamps; None for plain causal attention."""
-        expires, kind = expiry(times, self.shape), self._attention
+        expires, kind = self.ends(times), self._attention
         if kind == "auto":
             kind = "tiled" if times.device.type == "cpu" else "flex" if len(times) > FLEX_ROWS else "mask"
         if len(times) > FEW_ROWS and kind != "mask":

@@ -24,7 +24,7 @@ from masw.dense import DenseMemory
 from masw.errors import UsageError
 from masw.linear import dense
 from masw.memory import Memory
-from masw.policies import expiry, materialise, visible
+from masw.policies import materialise, visible
 from masw.verify import accept, accept_probability, residual
 
 
@@ -35,7 +35,7 @@ class _AttentionProbe(DenseMemory):
         super().__init__(shape, dtype=decoder.dtype, group=decoder.config.group, adaptor=adaptor)
         rows = materialise(0, tokens, shape.stride)
         self.times = torch.tensor([*range(1, 2 * tokens, 2), *(2 * tau for tau in rows.boundaries)])
-        self.seen = visible(self.times, self.times, expiry(self.times, shape))
+        self.seen = visible(self.times, self.times, self.ends(self.times))
         self.total = torch.zeros(len(self.times), len(self.times))
         self.layers = 0
 

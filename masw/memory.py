@@ -30,7 +30,7 @@ from masw.adaptor import Adaptor, SlotWeights
 from masw.attention import FEW_ROWS, TiledMask, block_mask
 from masw.config import MemoryShape, ModelConfig
 from masw.errors import MaswError
-from masw.policies import NEVER, Rows, evicted, expiry, materialise, position, visible
+from masw.policies import NEVER, Rows, evicted, expiry, materialise, position, read_until, visible
 
 Listener = Callable[[str, int, int], None]  # (event kind, first position, count)
 
@@ -211,7 +211,7 @@ class Memory:
         survivors = on_device(lasting, tokens.device)
         self._born[places[survivors]], self._expires[places[survivors]] = times[survivors], expires[survivors]
         self._block = _Pending(rows, places, True, survivors, live)
-        mask = block_mask(visible(times, born, ends), self.config.group, self._kv.dtype)
+        mask = block_mask(self._seen(times, born, ends), self.config.group, self._kv.dtype)
         return block_of(tokens, rows, times, mask, False, self.adaptor, self._tokens, layout)
 
     def placed(self, count: int) -> bool:
@@ -228,7 +228,7 @@ class Memory:
         self._block = _Pending(rows, places, False, None, live)
         mask = None
         if masked:
-            mask = block_mask(visible(times, self._born[:live], self._expires[:live]), self.config.group, self._kv.dtype)
+            mask = block_mask(self._seen(times, self._born[:live], self._expires[:live]), self.config.group, self._kv.dtype)
         return block_of(tokens, rows, times, mask, causal, self.adaptor, self._tokens, layout)
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,6 +345,11 @@ class Memory:
         if self._block is None:
             raise RuntimeError("no block is open: call begin first")
         return self._block
+
+    def _seen(self, times: Tensor, born: Tensor, expires: Tensor) -> Tensor:
+        """Boolean mask [N, K] of which entry each row reads."""
+        reach = None if self.adaptor is None else self.adaptor.info.reach
+        return visible(times, born, read_until(born, expires, reach))
 
     def _tell(self, kind: str, start: int, count: int) -> None:
         if self.listener is not None:

@@ -88,6 +88,17 @@ def expiry(times: Tensor, shape: MemoryShape) -> Tensor:
     return torch.where(leaves, times - 1 + 2 * shape.window, never)
 
 
+def read_until(born: Tensor, expires: Tensor, reach: int | None) -> Tensor:
+    """Last stamp that reads each entry of a memory: `expires`, for slots at most `reach` raw tokens after their birth (None: no limit).
+
+    The paper reads every slot for ever. An adaptor that never saw slots at such distances makes noise of them (docs/LOG.md), so it
+    says how far it was trained to reach; what is out of reach stays stored.
+    """
+    if reach is None:
+        return expires
+    return torch.where(born % 2 == 0, torch.minimum(expires, born + 2 * reach), expires)
+
+
 def visible(rows: Tensor, born: Tensor, expires: Tensor) -> Tensor:
     """Boolean mask [N, K] of which key each row sees; `rows` [N], `born` and `expires` [K] are stamps."""
     column = rows[:, None]

@@ -162,6 +162,7 @@ class Session:
                 header["adaptor"] = {
                     "file": found.name if found else None,
                     "longest_row": adaptor.info.longest_row,
+                    "reach": adaptor.info.reach,
                     **asdict(adaptor.info),
                 }
             memory = draft_memory(config, shape, tokens=total, device=device, dtype=dtype, adaptor=adaptor)

@@ -235,4 +235,5 @@ def test_the_longest_row_is_that_of_all_runs_before() -> None:
     about = {"recipe": {"stages": ["2048x1:1k"]}}
     assert AdaptorInfo("tiny", (4,), provenance=about).longest_row == 2048
     assert AdaptorInfo("tiny", (4,), provenance=about | {"init": before}).longest_row == 4096
-    assert AdaptorInfo("tiny", ()).longest_row is None
+    assert AdaptorInfo("tiny", (4,), provenance=about).reach == 4 * 2048
+    assert AdaptorInfo("tiny", ()).longest_row is None and AdaptorInfo("tiny", ()).reach is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,8 +11,9 @@ from masw.config import MemoryShape
 from masw.dense import ATTENTIONS, DenseMemory
 from masw.errors import UsageError
 from masw.flex import FlexMask
+from masw.memory import Memory
 from masw.policies import expiry
-from tests.helpers import random_tokens, reference_logits, tiny_config, tiny_decoder, trained_adaptor
+from tests.helpers import interleaved, random_tokens, reference_logits, table_mask, tiny_config, tiny_decoder, trained_adaptor
 
 SHAPE = MemoryShape(2, 8, 4)
 DECODER = tiny_decoder(tiny_config())
@@ -104,3 +107,27 @@ def test_a_sparse_mask_skips_what_no_row_sees() -> None:
     times = torch.arange(1, 4097, 2)
     blocks = FlexMask(times, expiry(times, MemoryShape(4, 128)))._blocks
     assert blocks.sparsity() > 70  # percent of 128 x 128 blocks
+
+
+@pytest.mark.parametrize("chunk", [1, 6, 45])
+def test_slots_out_of_an_adaptors_reach_are_not_read(chunk: int) -> None:
+    adaptor, text = trained_adaptor(DECODER), random_tokens(150, 61, 7)
+    endless = reference_logits(DECODER, text, SHAPE, adaptor)
+    adaptor.info = replace(adaptor.info, provenance={"recipe": {"stages": ["16x1:1k"]}})
+    reach = adaptor.info.reach
+    assert reach == 64
+    rows = interleaved(150, SHAPE.stride)
+    stamps = torch.tensor([2 * at + (kind == "raw") for kind, at in rows])
+    far = (stamps % 2 == 0) & (stamps[:, None] - stamps > 2 * reach)
+    mask = table_mask(256, SHAPE.sinks, SHAPE.window, SHAPE.stride)[: len(rows), : len(rows)] & ~far
+    expected = reference_logits(DECODER, text, SHAPE, adaptor, lambda layer, q, k: mask.expand(1, q.shape[2], -1, -1))
+    assert (expected - endless)[:, :60].abs().max() == 0 < (expected - endless)[:, 80:].abs().max()
+    dense = DECODER.logits(DECODER.forward(text, dense_for(SHAPE, adaptor)))
+    torch.testing.assert_close(dense, expected, rtol=0, atol=1e-9)
+    memory = Memory(DECODER.config, SHAPE, tokens=150, device=text.device, dtype=torch.float64, adaptor=adaptor)
+    parts = []
+    for part in text.split(chunk, dim=1):
+        parts.append(DECODER.logits(DECODER.forward(part, memory)))
+        memory.commit()
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-9)
+    assert memory.entries == SHAPE.entries(150)  # what is out of reach stays stored

@@ -16,8 +16,6 @@ from masw.errors import Cancelled, UsageError
 if TYPE_CHECKING:
     from masw.session import Difference, Run, Session
 
-FAR = 4  # a prompt of more than so many of an adaptor's longest rows is said to be far from its training
-
 
 def run(
     file: Annotated[
@@ -327,11 +325,11 @@ def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: S
         )
         notes.append(f"the draft's memory slots are untrained (no adaptor for this draft and stride), {kind}")
     elif "adaptor" in job.trace.header:
-        row, tokens = job.trace.header["adaptor"]["longest_row"], job.trace.header["prompt_tokens"]
-        if row and tokens > FAR * row:
+        about, tokens = job.trace.header["adaptor"], job.trace.header["prompt_tokens"]
+        if about["reach"] and tokens > about["reach"]:
             notes.append(
-                f"the adaptor saw at most {row:,} tokens at a time in training: over {tokens:,} its slots may be no help; "
-                "compare --method hybrid or window"
+                f"slots more than {about['reach']:,} tokens back are not read: the adaptor was trained on rows of at most "
+                f"{about['longest_row']:,} tokens"
             )
     if head := job.trace.header.get("eagle"):
         trained = f"was trained on {head['tokens']:,} tokens" if head["tokens"] else "is untrained"
