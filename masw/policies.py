@@ -10,7 +10,7 @@ and every key has a life [born, expires] in the same unit. A row sees a key when
     key                     born         expires
     raw j < S (sink)        2 * j + 1    never
     raw j                   2 * j + 1    2 * (j + W)     last seen by slot tau = j + W, then by no one
-    slot tau                2 * tau      never
+    slot tau                2 * tau      never (an adaptor may not reach that far: `read_until`)
 
 which is the visibility table of the paper (arXiv 2608.30252, section 3):
 

@@ -70,23 +70,41 @@
   }
 
   // plotly's buttons are drawings: here they take the focus and answer to Enter and Space, also after they were drawn anew.
+  const buttons = (plot) => [...plot.querySelectorAll(".updatemenu-button")];
+  const name = (made) => made.textContent.replace(/[^a-z ]/gi, "").trim();
+  // By name: their order changes while they are drawn anew.
+  const named = (plot) => buttons(plot).find((made) => name(made) === plot.dataset.pressed);
+
   function reachable(plot) {
-    const buttons = [...plot.querySelectorAll(".updatemenu-button")];
-    for (const made of buttons) {
+    for (const made of buttons(plot)) {
       made.setAttribute("tabindex", "0");
       made.setAttribute("role", "button");
-      made.setAttribute("aria-label", made.textContent.replace(/[^a-z ]/gi, "").trim());
+      made.setAttribute("aria-label", name(made));
     }
-    if (document.activeElement === document.body) buttons[plot.dataset.pressed]?.focus({ preventScroll: true });
+    if (document.activeElement === document.body) named(plot)?.focus({ preventScroll: true });
   }
 
+  // While a button is drawn anew nothing has the focus: a key that comes meanwhile is meant for it.
+  const BY = { previous: -1, next: 1 };
+  let last = null;
+
   function pressed(event) {
-    const made = event.target.closest?.(".updatemenu-button"), plot = made?.closest(".plot");
-    if (!plot) return;
     if (event.key !== "Enter" && event.key !== " ") return;
-    plot.dataset.pressed = [...plot.querySelectorAll(".updatemenu-button")].indexOf(made);
+    const made = event.target.closest?.(".updatemenu-button"), plot = made?.closest(".plot") ?? (event.target === document.body ? last : null);
+    if (!plot) return;
+    if (made) plot.dataset.pressed = name(made);
+    last = plot;
     event.preventDefault();
-    made.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+    const slider = plot._fullLayout.sliders?.[0], by = BY[plot.dataset.pressed];
+    // A button leads on from the frame it was drawn for, the slider knows the one that is shown.
+    if (slider && by) {
+      const step = slider.steps[slider.active + by];
+      if (step) Plotly.animate(plot, ...step.args);
+    } else named(plot)?.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+  }
+
+  function left(event) {
+    if (event.type === "pointerdown" || !event.target.closest?.(".updatemenu-button")) last = null;
   }
 
   async function draw(element, turn) {
@@ -138,6 +156,8 @@
 
   addEventListener("resize", resized);
   document.addEventListener("keydown", pressed);
+  document.addEventListener("pointerdown", left);
+  document.addEventListener("focusin", left);
   button.addEventListener("click", () => { chosen = !dark(); apply(); });
   system.addEventListener("change", apply);
   apply();
