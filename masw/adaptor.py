@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,17 @@ class AdaptorInfo:
             about = about.get("init") or {}
         return total
 
-    @property
+    @cached_property  # asked for in every pass
     def longest_row(self) -> int | None:
         """Tokens of the longest row of its own training and of those that it started from; None where its file does not say."""
         found, about = [0], self.provenance
-        while about:
-            found += [int(stage.split("x")[0]) for stage in (about.get("recipe") or {}).get("stages", ())]
-            about = about.get("init") or {}
+        while isinstance(about, dict):
+            recipe = about.get("recipe")
+            stages = recipe.get("stages") if isinstance(recipe, dict) else None
+            # The file may come from anywhere: what is no stage says nothing.
+            lengths = [str(stage).partition("x")[0] for stage in stages] if isinstance(stages, list | tuple) else []
+            found += [int(length) for length in lengths if length.isdecimal() and len(length) < 10]
+            about = about.get("init")
         return max(found) or None
 
     @property
