@@ -62,7 +62,8 @@ class AdaptorInfo:
     @cached_property  # asked for in every pass
     def longest_row(self) -> int | None:
         """Tokens of the longest row of its own training and of those that it started from; None where its file does not say."""
-        found, about = [0], self.provenance
+        found = [0]
+        about: Any = self.provenance
         while isinstance(about, dict):
             recipe = about.get("recipe")
             stages = recipe.get("stages") if isinstance(recipe, dict) else None
