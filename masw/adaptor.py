@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -53,25 +53,25 @@ class AdaptorInfo:
     @property
     def tokens_seen(self) -> int:
         """Tokens of its own training and of those that it started from."""
-        total, about = 0, self.provenance
-        while about:
-            total += about.get("tokens") or 0
-            about = about.get("init") or {}
-        return total
+        return sum(tokens for about in self._runs() if isinstance(tokens := about.get("tokens"), int))
 
     @cached_property  # asked for in every pass
     def longest_row(self) -> int | None:
         """Tokens of the longest row of its own training and of those that it started from; None where its file does not say."""
         found = [0]
-        about: Any = self.provenance
-        while isinstance(about, dict):
+        for about in self._runs():
             recipe = about.get("recipe")
             stages = recipe.get("stages") if isinstance(recipe, dict) else None
-            # The file may come from anywhere: what is no stage says nothing.
             lengths = [str(stage).partition("x")[0] for stage in stages] if isinstance(stages, list | tuple) else []
             found += [int(length) for length in lengths if length.isdecimal() and len(length) < 10]
-            about = about.get("init")
         return max(found) or None
+
+    def _runs(self) -> Iterator[dict[str, Any]]:
+        """What is noted of its own training, then of the one it started from, and so on. A file may come from anywhere and say anything."""
+        about: Any = self.provenance
+        while isinstance(about, dict):
+            yield about
+            about = about.get("init")
 
     @property
     def reach(self) -> int | None:

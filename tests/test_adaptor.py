@@ -238,4 +238,5 @@ def test_the_longest_row_is_that_of_all_runs_before() -> None:
     assert AdaptorInfo("tiny", (4,), provenance=about).reach == 4 * 2048
     for strange in ({"recipe": "none"}, {"recipe": {"stages": "512"}}, {"recipe": {"stages": ["abc", None, 7]}, "init": "gone"}):
         assert AdaptorInfo("tiny", (4,), provenance=strange).longest_row in (None, 7)
+        assert AdaptorInfo("tiny", (4,), provenance=strange | {"tokens": "many"}).tokens_seen == 0
     assert AdaptorInfo("tiny", ()).longest_row is None and AdaptorInfo("tiny", ()).reach is None
