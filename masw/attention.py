@@ -24,7 +24,7 @@ MANY_KEYS = 1024
 for 4096 keys, but starts 30 microseconds sooner."""
 
 
-def _fused_is_fast(dtype: torch.dtype, device: torch.device) -> bool:
+def fused_is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch's fused CPU kernel multiplies bf16 tiles itself. Measured with AMX against what stands in for it elsewhere: few rows over
     832 to 32K keys take 0.3 to 0.9 of the time of `_few_rows`, whose products first copy the keys of a memory that has room to grow;
     512 rows over 1K to 16K keys 0.2 to 0.7 of that of tiles, though it reads keys that no row sees."""
@@ -33,7 +33,7 @@ def _fused_is_fast(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _two_products(keys: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether few rows over `keys` keys go through `_few_rows` instead of torch's fused kernel."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and keys >= MANY_KEYS and not _fused_is_fast(dtype, device)
+    return dtype == torch.bfloat16 and device.type == "cpu" and keys >= MANY_KEYS and not fused_is_fast(dtype, device)
 
 
 def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -51,7 +51,7 @@ def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 def block_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor | TiledMask:
     """The mask of a block that a memory reads, in the form that suits its width and the device."""
     rows, keys = seen.shape
-    if rows <= FEW_ROWS or seen.device.type != "cpu" or _fused_is_fast(dtype, seen.device):
+    if rows <= FEW_ROWS or seen.device.type != "cpu" or fused_is_fast(dtype, seen.device):
         return additive_mask(seen, group, dtype)
     return tiled_mask(seen, dtype, min(TILE_ROWS, max(32, TILE_SCORES // keys)))
 

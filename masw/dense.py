@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from masw.adaptor import Adaptor
-from masw.attention import FEW_ROWS, OwnAttention, TiledMask, additive_mask, tiled_mask
+from masw.attention import FEW_ROWS, OwnAttention, TiledMask, additive_mask, fused_is_fast, tiled_mask
 from masw.config import MemoryShape
 from masw.errors import UsageError
 from masw.flex import FlexMask
@@ -43,7 +43,7 @@ class DenseMemory:
             raise UsageError(f"attention '{attention}' is unknown; use one of {', '.join(ATTENTIONS)}")
         self.shape, self.adaptor = shape, adaptor
         self._dtype, self._group, self._attention = dtype, group, attention
-        self._mask: tuple[tuple[int, int | None], Tensor | TiledMask | OwnAttention | None] | None = None
+        self._mask: tuple[tuple[int, int | None, bool], Tensor | TiledMask | OwnAttention | None] | None = None
 
     def begin(self, tokens: Tensor) -> Block:
         rows = materialise(0, tokens.shape[1], self.shape.stride if self.adaptor is not None else None)
@@ -51,8 +51,9 @@ class DenseMemory:
         # three ranges (sinks, window, slots).
         stamps = [*range(1, 2 * rows.count, 2), *(2 * tau for tau in rows.boundaries)]
         times = on_device(stamps, tokens.device)
-        if self._mask is None or self._mask[0] != (rows.count, self._reach):
-            self._mask = (rows.count, self._reach), self._masked(times)
+        made_for = (rows.count, self._reach, torch.is_grad_enabled())
+        if self._mask is None or self._mask[0] != made_for:
+            self._mask = made_for, self._masked(times)
         adaptor = None if self.adaptor is None else self.adaptor.unbound(self._dtype)
         mask = self._mask[1]
         layout = layout_of(stamps, tokens.device) if rows.boundaries else None
@@ -69,10 +70,12 @@ class DenseMemory:
     def _masked(self, times: Tensor) -> Tensor | TiledMask | OwnAttention | None:
         """The mask of rows with these stamps; None for plain causal attention."""
         expires, kind = self.ends(times), self._attention
+        plain = self.shape.window is None and self.adaptor is None
+        if kind == "auto" and plain and not torch.is_grad_enabled() and fused_is_fast(self._dtype, times.device):
+            return None  # the full-KV model beside a training: half of the tiles' time; its backward would be slower
         if kind == "auto":
             kind = "tiled" if times.device.type == "cpu" else "flex" if len(times) > FLEX_ROWS else "mask"
         if len(times) > FEW_ROWS and kind != "mask":
-            plain = self.shape.window is None and self.adaptor is None
             if kind == "flex":
                 return None if plain else FlexMask(times, expires)
             return tiled_mask(visible(times, times, expires), self._dtype)

@@ -161,6 +161,7 @@ class Session:
                 adaptor, found = adaptor_for(draft.decoder, draft.name, stride, options.adaptor, prompt)
                 header["adaptor"] = {
                     "file": found.name if found else None,
+                    "choice": options.adaptor if options.adaptor in ADAPTORS else "file",
                     "longest_row": adaptor.info.longest_row,
                     "reach": adaptor.info.reach,
                     **asdict(adaptor.info),

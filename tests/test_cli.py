@@ -295,7 +295,7 @@ def test_a_prompt_far_longer_than_an_adaptors_training_is_said(masw, document: P
     code, out, err = masw(
         "run", document, "--pair", "tiny", "--window", 16, "--stride", 4, "--adaptor", path, "--max-new-tokens", 4, "--compare"
     )
-    assert code == 0 and (f"slots more than {4 * row} tokens back are not read" in out + err) == far
+    assert code == 0 and (f"Slots more than {4 * row} tokens back are not read" in out + err) == far
 
 
 def test_adaptor_for_another_model_or_stride_is_refused_by_name(masw, document: Path, tmp_path: Path) -> None:

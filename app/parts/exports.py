@@ -9,30 +9,13 @@ import streamlit as st
 
 from masw import export, figures
 from masw.metrics import summarise
+from masw.remarks import remarks
 from masw.report.display import table_twin
 from masw.trace import Trace
 from parts.frame import escaped, gib
 from parts.panels import PANELS, coloured
 
 MOST_EVENTS = 4_000  # whose tables take a sixth of a second (41 µs an event, measured)
-
-
-def remarks(trace: Trace) -> list[str]:
-    """What has to be known to read a run's numbers rightly."""
-    said, header = [], trace.header
-    adaptor = header.get("adaptor")
-    if adaptor is not None and not adaptor.get("file"):
-        said.append(
-            "The memory slots of this draft are not trained: it is about as good as its window alone, and slower than an uncompressed one."
-        )
-    models = header.get("models") or {}
-    if models and models.get("draft") == models.get("target") and header.get("method") not in ("none", "lookup"):
-        said.append(
-            "Draft and target are one model here: this shows what compression costs in acceptance, and no speed-up can be expected."
-        )
-    if "tiny" in str(header.get("pair")):
-        said.append("This pair is made of random weights: its text is noise, and its milliseconds say little about real models.")
-    return said
 
 
 def buttons(trace: Trace, pieces: Sequence[str] | None, key: str) -> None:
@@ -69,7 +52,7 @@ def report(traces: Mapping[str, Trace], pieces: Mapping[str, Sequence[str] | Non
         ]
         table = "".join(f"<tr><th scope='row'>{html.escape(k)}</th><td>{escaped(v)}</td></tr>" for k, v in rows)
         parts.append(
-            f"<h2>{html.escape(name)}</h2><table>{table}</table>{''.join(f'<p>{escaped(r)}</p>' for r in remarks(trace))}"
+            f"<h2>{html.escape(name)}</h2><table>{table}</table>{''.join(f'<p>{escaped(r)}</p>' for r in remarks(trace.header))}"
         )
         parts.append(f"<h3>Answer, token by token</h3><p style='line-height:2'>{coloured(trace, pieces.get(name))}</p>")
         for title, panel in PANELS.items():

@@ -9,6 +9,7 @@ from parts.player import player
 
 from masw import replay
 from masw.errors import MaswError, plain_words
+from masw.remarks import remarks
 from masw.trace import Trace
 
 LIMIT = 32 * 2**20  # bytes of an uploaded trace
@@ -43,7 +44,7 @@ def page() -> None:
         facts("This trace holds no step to stop at.")
         return
     for name, trace in traces.items():
-        for said in exports.remarks(trace):
+        for said in remarks(trace.header):
             note(f"{name}: {said}" if len(traces) > 1 else said)
 
     def label(position: int) -> str:

@@ -13,6 +13,7 @@ from parts.frame import REFRESH_S, active, answers, duration, facts, failure, in
 from masw import replay
 from masw.jobs import CANCELLED, FAILED, Job
 from masw.metrics import summarise
+from masw.remarks import remarks
 from masw.service import Answer, Ask, View, eta_s, speed_up
 
 SLOW_S = 1.6  # seconds between two figures
@@ -205,7 +206,7 @@ def _finished(job: Job[Answer]) -> None:
     reference = next((a for a in view.arms if a.options.method == "none" and a.pieces), None)
     gain = speed_up(summarise(arm.trace), summarise(reference.trace)) if reference is not None else None
     panels.headline(arm.trace, gain, peak_bytes=arm.peak_bytes, gpu_bytes=arm.gpu_bytes)
-    for said in exports.remarks(arm.trace):
+    for said in remarks(arm.trace.header):
         note(said)
     drawing, decoding = st.session_state.get("drawing_s", {}).get(job.id), replay.decode_ms(arm.trace) / 1e3
     if drawing is not None and decoding:

@@ -27,6 +27,7 @@ from masw import figures, replay
 from masw.jobs import CANCELLED, FAILED, Job
 from masw.methods import METHODS
 from masw.metrics import summarise
+from masw.remarks import remarks
 from masw.service import Answer, Arm, eta_s, methods, speed_up
 from masw.trace import Trace
 
@@ -227,7 +228,7 @@ def _table(traces: dict[str, Trace], arms: dict[str, Arm]) -> None:
     facts(
         "Speed-up: tokens a second in decoding over those of plain decoding (none), measured on the same prefill. n = 1 run of each."
     )
-    for said in dict.fromkeys(r for t in traces.values() for r in exports.remarks(t)):
+    for said in dict.fromkeys(r for t in traces.values() for r in remarks(t.header)):
         note(said)
 
 

@@ -154,7 +154,7 @@ def run(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        typer.echo(_table(report, job, reference, session))
+        typer.echo(_table(report, job, reference))
     if trace is not None:
         job.save(trace)
     if stop():
@@ -238,7 +238,7 @@ def _report(session: Session, job: Run, reference: Run | None, difference: Diffe
     }
 
 
-def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Session) -> str:
+def _table(report: dict[str, Any], job: Run, reference: Run | None) -> str:
     from masw.cli.display import Line, number, size, table
     from masw.methods import method_named
 
@@ -297,11 +297,11 @@ def _table(report: dict[str, Any], job: Run, reference: Run | None, session: Ses
         ]
     lines.append(Line("peak memory of the process", size(report["peak_memory_bytes"])))
     text = table(lines, ("", job.options.method, "autoregressive" if ar else ""))
-    return "\n".join([text, "", *_verdict(report, job, reference, session)])
+    return "\n".join([text, "", *_verdict(report, job, reference)])
 
 
-def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: Session) -> list[str]:
-    from masw.methods import method_named
+def _verdict(report: dict[str, Any], job: Run, reference: Run | None) -> list[str]:
+    from masw.remarks import remarks
 
     notes = []
     greedy = job.options.settings.sampling.greedy
@@ -317,25 +317,5 @@ def _verdict(report: dict[str, Any], job: Run, reference: Run | None, session: S
             )
     elif reference is not None and not greedy:
         notes.append("sampled output has the target's distribution; two sampled runs are not compared token by token")
-    if "adaptor" in job.trace.header and not job.trace.header["adaptor"]["strides"]:
-        kind = (
-            "a plain copy, worse than none"
-            if job.options.adaptor == "none"
-            else "kept quiet: the draft is as good as without them"
-        )
-        notes.append(f"the draft's memory slots are untrained (no adaptor for this draft and stride), {kind}")
-    elif "adaptor" in job.trace.header:
-        about, tokens = job.trace.header["adaptor"], job.trace.header["prompt_tokens"]
-        if about["reach"] and tokens > about["reach"]:
-            notes.append(
-                f"slots more than {about['reach']:,} tokens back are not read: the adaptor was trained on rows of at most "
-                f"{about['longest_row']:,} tokens"
-            )
-    if head := job.trace.header.get("eagle"):
-        trained = f"was trained on {head['tokens']:,} tokens" if head["tokens"] else "is untrained"
-        notes.append(f"the eagle head ({head['file']}) {trained}")
-    if session.pair.self_pair and method_named(job.options.method).model:
-        notes.append(
-            "draft and target are one model here: this shows what compression costs in acceptance; no speed-up can be expected"
-        )
+    notes += remarks(job.trace.header)
     return notes
