@@ -5,6 +5,7 @@ Legend: n loss positions, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from masw.adaptor import Adaptor
 from masw.config import MemoryShape
 from masw.decoder import Decoder
 from masw.dense import DenseMemory
+from masw.memory import Block
 
 CHUNK_BYTES = 128 * 2**20
 """Of logits at a time, as they come from the LM head: each product reads the whole head, so it should serve many rows."""
@@ -34,16 +36,41 @@ class Passes:
         self.decoder, self._attention, self._checkpoint = decoder, attention, checkpoint
         self._memories: dict[MemoryShape, DenseMemory] = {}
 
-    def hidden(self, tokens: Tensor, shape: MemoryShape, adaptor: Adaptor | None) -> Tensor:
-        """Hidden states [B, T, H] of raw tokens [B, T] read through a memory of `shape`; slots only with an adaptor."""
+    def hidden(
+        self, tokens: Tensor, shape: MemoryShape, adaptor: Adaptor | None, seen: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
+        """Hidden states [B, T, H] of raw tokens [B, T] read through a memory of `shape`; slots only with an adaptor.
+
+        `seen` gets those behind each layer, with the layer's number.
+        """
         memory = self._memories.get(shape)
         if memory is None:
             memory = self._memories[shape] = DenseMemory(
                 shape, dtype=self.decoder.dtype, group=self.decoder.config.group, attention=self._attention
             )
         memory.adaptor = adaptor
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        return self.decoder.forward(tokens, memory, again if self._checkpoint and adaptor is not None else None)
+        around: Callable[..., Tensor] | None = None
+        if self._checkpoint and adaptor is not None:
+            around = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        return self.decoder.forward(tokens, memory, around if seen is None else partial(_watched, around, seen))
+
+
+def _watched(
+    around: Callable[..., Tensor] | None,
+    seen: Callable[[int, Tensor], None],
+    layer: Callable[..., Tensor],
+    index: int,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    block: Block,
+    memory: DenseMemory,
+) -> Tensor:
+    """One layer of `Decoder.forward` whose raw rows are shown to `seen`."""
+    rest = (index, x, cos, sin, block, memory)
+    out = layer(*rest) if around is None else around(layer, *rest)
+    seen(index, out if block.raw_rows is None else out.index_select(1, block.raw_rows))
+    return out
 
 
 @dataclass(frozen=True)

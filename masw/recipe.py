@@ -27,6 +27,7 @@ class TrainConfig(BaseModel):
     windows: tuple[int, ...] = (48, 64, 96, 128, 192, 256)
     sinks: int = Field(4, ge=0)
     kl: float = Field(0.7, ge=0, le=1)  # share of the distance to the full-KV model in the loss
+    match: float = Field(0.0, ge=0, le=1000)  # weight of the distance to the full-KV model behind every layer (masw.trainee)
     hardest: int = Field(0, ge=0)  # loss positions of a row, those furthest from the full-KV model; 0: all
     score_documents: bool = False  # rows of answers: loss on document and question too, not on the answer alone
     most_pieces: int = Field(8, ge=1)  # reconstruction: the second copy comes in up to so many shuffled pieces

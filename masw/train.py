@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from masw.adaptor import Adaptor, AdaptorInfo
 from masw.average import Average
-from masw.config import MemoryShape
 from masw.curriculum import Batch, Curriculum
 from masw.data import Answers, Texts
 from masw.decoder import Decoder
-from masw.distil import NOTHING, Passes, Score, hardest, head_loss
+from masw.distil import NOTHING, Passes, Score
 from masw.errors import Cancelled, MaswError, UsageError
 from masw.heldout import Baselines, HeldOut, measure
 from masw.provenance import provenance
 from masw.quiet import hush
 from masw.recipe import FREE, TrainConfig
+from masw.trainee import Trainee
 from masw.trainloop import Listener, RunFolder, caught_signals, learning_rate, matmul_parameters, matmul_rate
 
 FORMAT = 1
@@ -55,28 +55,6 @@ def start_from(path: Path, decoder: Decoder, base: str) -> Start:
     known = adaptor.info.provenance
     kept: dict[str, Any] = {key: known[key] for key in ("tokens", "step", "data", "recipe", "init") if key in known}
     return Start(adaptor, {"file": path.name, "sha256": digest, **kept})
-
-
-class Trainee(nn.Module):
-    """The adaptor and its loss, as one module that DistributedDataParallel can wrap."""
-
-    def __init__(self, adaptor: Adaptor, passes: Passes, kl: float, most: int = 0) -> None:
-        """`most`: loss positions of a row, see `distil.hardest`; 0: all."""
-        super().__init__()
-        self.adaptor, self._passes, self._kl, self._most = adaptor, passes, kl, most
-
-    def forward(self, tokens: Tensor, scored: Tensor, shape: MemoryShape, total: float) -> tuple[Tensor, Score]:
-        """Loss over `total` positions; tokens [B, T], scored [B, T - 1]."""
-        at = scored.nonzero(as_tuple=True)
-        teacher = None
-        if self._kl:
-            with torch.no_grad():
-                teacher = self._passes.hidden(tokens, MemoryShape(), None)[at]
-        hidden, labels = self._passes.hidden(tokens, shape, self.adaptor)[at], tokens[:, 1:][at]
-        if self._most and teacher is not None:
-            kept = hardest(self._passes.decoder, hidden, teacher, at[0], self._most)
-            hidden, teacher, labels = hidden[kept], teacher[kept], labels[kept]
-        return head_loss(self._passes.decoder, hidden, teacher, labels, kl=self._kl, total=total)
 
 
 @dataclass(frozen=True)
@@ -171,7 +149,7 @@ class _Run:
         self.average = Average(self.adaptor, config.average) if config.average else None
         self.passes = Passes(decoder, config.attention, checkpoint=config.checkpoint_activations)
         self.eval_passes = Passes(decoder, config.attention)
-        self.trainee: nn.Module = Trainee(self.adaptor, self.passes, config.kl, config.hardest)
+        self.trainee: nn.Module = Trainee(self.adaptor, self.passes, config.kl, config.hardest, config.match)
         if self.world > 1:
             self.trainee = nn.parallel.DistributedDataParallel(self.trainee)
         self.optimiser = torch.optim.AdamW(
@@ -232,7 +210,7 @@ class _Run:
         curriculum, before = self.curriculum, time.monotonic()
         batch = curriculum.batch(self.step)
         lr = self.learning_rate(self.step)
-        total, norm = self._update(batch, lr)
+        total, distance, norm = self._update(batch, lr)
         self.step, self.unsaved = self.step + 1, True
         if self.average is not None:
             self.average.follow(self.adaptor, self.step)
@@ -246,6 +224,7 @@ class _Run:
                 "kind": "step",
                 "tokens": tokens,
                 **{k: round(v, 4) for k, v in total.means().items()},
+                **({"match": round(distance, 5)} if self.config.match else {}),
                 "scored": total.count,
                 "lr": round(lr, 7),
                 "grad_norm": round(norm, 4),
@@ -265,24 +244,27 @@ class _Run:
         done = before(step) / before(self.curriculum.steps)
         return learning_rate(step, done, top=c.lr, least=c.min_lr, warmup=c.warmup_steps)
 
-    def _update(self, batch: Batch, lr: float) -> tuple[Score, float]:
-        """One optimiser step; sums of the loss over all workers' rows, and the gradient's norm before clipping."""
+    def _update(self, batch: Batch, lr: float) -> tuple[Score, float, float]:
+        """One optimiser step; over all workers' rows the sums of the loss at the LM head and the mean distance behind the layers, and the
+        gradient's norm before clipping."""
         rows = slice(self.rank, None, self.world)
         tokens, scored = batch.tokens[rows].to(self.decoder.device), batch.scored[rows].to(self.decoder.device)
         # DDP averages gradients over workers, so each divides by its share of all positions.
         counts = batch.scored.sum(1)
         total = float((counts.clamp(max=self.config.hardest) if self.config.hardest else counts).sum()) / self.world
-        found = NOTHING
+        found, distance = NOTHING, 0.0
         self.optimiser.zero_grad(set_to_none=True)
         micro = self.config.micro_rows or len(tokens)
         starts = range(0, len(tokens), micro)
         for start in starts:
             last = start == starts[-1]
             with self.trainee.no_sync() if self.world > 1 and not last else _nothing():  # type: ignore[operator]
-                loss, part = self.trainee(tokens[start : start + micro], scored[start : start + micro], batch.shape, total)
-                found += part
+                mine = slice(start, start + micro)
+                share = len(tokens[mine]) / len(tokens)
+                loss, part, moved = self.trainee(tokens[mine], scored[mine], batch.shape, total, share)
+                found, distance = found + part, distance + share * float(moved)
                 loss.backward()  # of a loss that is not a number too: the other workers wait for this one's gradients
-        if self._any(not math.isfinite(found.loss)):
+        if self._any(not math.isfinite(found.loss + distance)):
             raise self.folder.diverged("loss", self.step)
         norm = float(nn.utils.clip_grad_norm_(self.adaptor.parameters(), self.config.clip))
         if not math.isfinite(norm):
@@ -290,7 +272,10 @@ class _Run:
         for group in self.optimiser.param_groups:
             group["lr"] = lr
         self.optimiser.step()
-        return found if self.world == 1 else _summed(found, self.decoder.device), norm
+        if self.world > 1:
+            found, distance = _summed(found, distance, self.decoder.device)
+            distance /= self.world
+        return found, distance, norm
 
     def _any(self, mine: bool) -> bool:
         """Whether any worker says so."""
@@ -403,11 +388,12 @@ class _Run:
         self.folder.log(self.step, line)
 
 
-def _summed(found: Score, device: torch.device) -> Score:
-    values = torch.tensor(list(asdict(found).values()), dtype=torch.float64, device=device)
+def _summed(found: Score, distance: float, device: torch.device) -> tuple[Score, float]:
+    """Sums over all workers."""
+    values = torch.tensor([*asdict(found).values(), distance], dtype=torch.float64, device=device)
     dist.all_reduce(values)
-    count, loss, nll, kl, agreed = values.tolist()
-    return Score(int(count), loss, nll, kl, int(agreed))
+    count, loss, nll, kl, agreed, moved = values.tolist()
+    return Score(int(count), loss, nll, kl, int(agreed)), moved
 
 
 @torch.no_grad()

@@ -101,6 +101,14 @@ RECIPES: dict[str, Recipe] = {
         "the last token as input, slot scores lowered by 2 nats", fields={"slot_input": "last", "quiet": 2.0}, extra=True
     ),
     "last-qkv": Recipe("the last token as input, a mirrored Q too", fields={"slot_input": "last", "mirror": "qkv"}, extra=True),
+    "last-match": Recipe(
+        "the last token as input, and the distance behind every layer", fields={"slot_input": "last", "match": 30.0}, extra=True
+    ),
+    "last-qkv-match": Recipe(
+        "the last token as input, a mirrored Q, and the distance behind every layer",
+        fields={"slot_input": "last", "mirror": "qkv", "match": 30.0},
+        extra=True,
+    ),
     "no-kl": Recipe("next-token loss alone", fields={"kl": 0.0}, extra=True),
     "r4-8": Recipe("r = 4 or 8, drawn for each step: one adaptor for both", fields={"strides": (4, 8)}, extra=True),
     "w64": Recipe("W = 64 in training", fields={"windows": (64,)}, windows=(64,), extra=True),

@@ -28,7 +28,8 @@ from masw.heldout import HeldOut, held_out
 from masw.memory import Memory
 from masw.recipe import TrainConfig, recipe
 from masw.tokenizer import ByteTokenizer
-from masw.train import Result, Trainee, train
+from masw.train import Result, train
+from masw.trainee import LayerDistance, Trainee
 from tests.helpers import CPU, random_tokens, tiny_config, tiny_decoder
 from tests.test_data import WORDS, silent, write
 
@@ -37,8 +38,8 @@ SEPARATOR = [10, 10]
 STAGES = ("64x2:512:1/1/1", "96x2:384:1/1/1")  # 4 + 2 steps
 
 
-def small_decoder(dtype: torch.dtype = torch.float32, family: str = "llama") -> Decoder:
-    return tiny_decoder(tiny_config(family, vocab=ByteTokenizer.VOCAB), dtype=dtype)
+def small_decoder(dtype: torch.dtype = torch.float32, family: str = "llama", layers: int = 2) -> Decoder:
+    return tiny_decoder(tiny_config(family, vocab=ByteTokenizer.VOCAB, layers=layers), dtype=dtype)
 
 
 def config(**fields: Any) -> TrainConfig:
@@ -84,7 +85,7 @@ def test_gradients_reach_the_mirrored_weights_only(family: str, mirror: str, slo
     adaptor = Adaptor.copied(decoder, AdaptorInfo("tiny", (), slot_input, 3, mirror)).requires_grad_(True)
     tokens = random_tokens(64, 200, seed=1, batch=2)
     scored = torch.ones(2, 63, dtype=torch.bool)
-    loss, _ = Trainee(adaptor, Passes(decoder), 0.5)(tokens, scored, MemoryShape(2, 8, 4), float(scored.sum()))
+    loss, *_ = Trainee(adaptor, Passes(decoder), 0.5)(tokens, scored, MemoryShape(2, 8, 4), float(scored.sum()))
     loss.backward()
     for name, parameter in adaptor.named_parameters():
         assert parameter.grad is not None, name
@@ -117,7 +118,7 @@ def test_slots_are_excluded_from_the_loss() -> None:
     tokens = random_tokens(41, 200, seed=2, batch=2)
     scored = torch.rand(2, 40, generator=torch.Generator().manual_seed(0)) < 0.5
     shape = MemoryShape(2, 8, 4)
-    loss, found = Trainee(adaptor, Passes(decoder), 0.0)(tokens, scored, shape, float(scored.sum()))
+    loss, found, _ = Trainee(adaptor, Passes(decoder), 0.0)(tokens, scored, shape, float(scored.sum()))
     logits = decoder.logits(decoder.forward(tokens, DenseMemory(shape, dtype=torch.float64, group=2, adaptor=adaptor)))
     plain = F.cross_entropy(logits[:, :-1][scored], tokens[:, 1:][scored])
     assert found.count == int(scored.sum())
@@ -168,13 +169,66 @@ def test_scoring_the_hardest_positions_alone_is_a_mean_over_them() -> None:
     tokens = random_tokens(40, ByteTokenizer.VOCAB, seed=6, batch=2)
     scored = torch.ones(2, 39, dtype=torch.bool)
     shape = MemoryShape(2, 8, 4)
-    every, _ = Trainee(adaptor, Passes(decoder), 1.0)(tokens, scored, shape, 78.0)
-    same, _ = Trainee(adaptor, Passes(decoder), 1.0, 39)(tokens, scored, shape, 78.0)
+    every, *_ = Trainee(adaptor, Passes(decoder), 1.0)(tokens, scored, shape, 78.0)
+    same, *_ = Trainee(adaptor, Passes(decoder), 1.0, 39)(tokens, scored, shape, 78.0)
     torch.testing.assert_close(same, every, rtol=1e-12, atol=0)
-    loss, found = Trainee(adaptor, Passes(decoder), 1.0, 10)(tokens, scored, shape, 20.0)
+    loss, found, _ = Trainee(adaptor, Passes(decoder), 1.0, 10)(tokens, scored, shape, 20.0)
     assert found.count == 20 and loss.item() > every.item()
     loss.backward()
     assert adaptor.kv.grad is not None and bool(adaptor.kv.grad.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_distance_behind_the_layers_is_what_a_plain_computation_gives(checkpointed: bool) -> None:
+    """Behind every layer but the last, on raw rows, relative, through the next layer's norm; its gradient reaches the slots."""
+    decoder = small_decoder(torch.float64, layers=4)
+    adaptor = Adaptor.copied(decoder, AdaptorInfo("tiny", ())).requires_grad_(True)
+    tokens, shape = random_tokens(40, ByteTokenizer.VOCAB, seed=6, batch=2), MemoryShape(2, 8, 4)
+    scored = torch.zeros(2, 39, dtype=torch.bool)
+    scored[:, 30:] = True
+    passes = Passes(decoder, checkpoint=checkpointed)
+    alone, *_ = Trainee(adaptor, Passes(decoder), 1.0)(tokens, scored, shape, 18.0)
+    loss, found, distance = Trainee(adaptor, passes, 1.0, match=3.0)(tokens, scored, shape, 18.0, 0.5)
+
+    states: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for full in (True, False):
+        kept = states[full]
+        Passes(decoder).hidden(
+            tokens, MemoryShape() if full else shape, None if full else adaptor, lambda i, x, kept=kept: kept.append(x)
+        )
+    assert len(states[True]) == len(states[False]) == decoder.config.layers > 2
+    means = []
+    for index, (t, s) in enumerate(zip(states[True][:-1], states[False][:-1], strict=True), 1):
+        assert t.shape == s.shape == (2, 40, decoder.config.hidden)
+        norm = decoder.weights.layers[index].attn_norm
+        t, s = (F.rms_norm(x, (decoder.config.hidden,), norm, decoder.config.norm_eps) for x in (t, s))
+        means.append(((s - t).square().sum(-1) / t.square().sum(-1)).mean())
+    plain = torch.stack(means).mean()
+    torch.testing.assert_close(distance, plain.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(loss, alone + 3 * 0.5 * plain, rtol=1e-12, atol=0)
+    assert found.count == 18
+    (expected,) = torch.autograd.grad(alone + 1.5 * plain, adaptor.kv)
+    (grad,) = torch.autograd.grad(loss, adaptor.kv)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
+
+
+def test_matching_alone_trains_and_is_logged(sources: tuple[data.Texts, data.Answers], tmp_path: Path) -> None:
+    """Without a share of the KL the full-KV pass is made all the same; the log says the distance, which falls."""
+    run(
+        sources,
+        tmp_path,
+        recipe=config(stages=("64x4:15k:1/0/0",), eval_tokens=0, windows=(8,), strides=(4,), lr=1e-2, kl=0.0, match=100.0),
+    )
+    found = [line["match"] for line in log(tmp_path)]
+    assert 0 < sum(found[-10:]) < 0.9 * sum(found[:10])
+    assert all(line["kl"] == 0 for line in log(tmp_path))
+
+
+def test_a_model_of_one_layer_has_no_distance_behind_layers() -> None:
+    layers = LayerDistance(small_decoder(torch.float64, layers=1))
+    layers.full(0, torch.ones(1, 2, 8))
+    layers.memory(0, torch.ones(1, 2, 8))
+    assert layers.mean() == 0
 
 
 def test_the_dense_training_pass_equals_streaming_inference(sources: tuple[data.Texts, data.Answers], tmp_path: Path) -> None:
@@ -194,8 +248,8 @@ def test_the_dense_training_pass_equals_streaming_inference(sources: tuple[data.
 
 def test_micro_batches_add_up_to_the_batch(sources: tuple[data.Texts, data.Answers], tmp_path: Path) -> None:
     decoder = small_decoder(torch.float64)
-    whole = run(sources, tmp_path / "whole", decoder, config(eval_tokens=0))
-    parts = run(sources, tmp_path / "parts", decoder, config(eval_tokens=0, micro_rows=1))
+    whole = run(sources, tmp_path / "whole", decoder, config(eval_tokens=0, match=2.0))
+    parts = run(sources, tmp_path / "parts", decoder, config(eval_tokens=0, micro_rows=1, match=2.0))
     torch.testing.assert_close(whole.adaptor.kv, parts.adaptor.kv, rtol=0, atol=1e-9)
 
 
@@ -416,7 +470,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 cache, text, sft, out = map(Path, sys.argv[1:])
 sources = data.texts([str(text)], ByteTokenizer(), cache, 1, print), data.answers([str(sft)], ByteTokenizer(), cache, 1, print)
-result = train(config(eval_tokens=0), small_decoder(torch.float64), *sources, [], out, separator=SEPARATOR)
+result = train(config(eval_tokens=0, match=2.0), small_decoder(torch.float64), *sources, [], out, separator=SEPARATOR)
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)  # as masw.cli.__main__ does, and for its reason
@@ -433,10 +487,12 @@ def test_two_workers_train_what_one_does(sources: tuple[data.Texts, data.Answers
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    one = run(sources, tmp_path / "one", small_decoder(torch.float64), config(eval_tokens=0))
+    one = run(sources, tmp_path / "one", small_decoder(torch.float64), config(eval_tokens=0, match=2.0))
     two = torch.load(tmp_path / "two" / "last.pt", weights_only=True)["adaptor"]
     torch.testing.assert_close(two["kv"], one.adaptor.kv.detach(), rtol=0, atol=1e-9)
-    assert [(x["scored"], x["loss"]) for x in log(tmp_path / "two")] == [(x["scored"], x["loss"]) for x in log(tmp_path / "one")]
+    assert [(x["scored"], x["loss"], x["match"]) for x in log(tmp_path / "two")] == [
+        (x["scored"], x["loss"], x["match"]) for x in log(tmp_path / "one")
+    ]
 
 
 def test_held_out_rows_are_always_the_same(sources: tuple[data.Texts, data.Answers]) -> None:

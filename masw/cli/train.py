@@ -56,6 +56,12 @@ def train(
     kl: Annotated[
         float, typer.Option(help="Share of the distance to the same model with its full KV in the loss; 0: next token only.")
     ] = 0.7,
+    match: Annotated[
+        float,
+        typer.Option(
+            help="Weight of the distance to the full KV behind every layer, beside the loss at the LM head; 0: at the head alone."
+        ),
+    ] = 0.0,
     hardest: Annotated[
         int, typer.Option(help="Loss positions of a row: those that slots have moved furthest from the full KV; 0: all.")
     ] = 0,
@@ -136,7 +142,7 @@ def train(
         known = {
             "stages": tuple(part.strip() for part in stages.split(",")), "mirror": mirror, "slot_input": slot_input,
             "slot_token": slot_token, "random_init": random_init, "strides": _whole("strides", strides),
-            "windows": _whole("windows", windows), "sinks": sinks, "kl": kl, "hardest": hardest,
+            "windows": _whole("windows", windows), "sinks": sinks, "kl": kl, "match": match, "hardest": hardest,
             "score_documents": score_documents,
             "average": average,
             "most_pieces": pieces, "lr": lr, "min_lr": min_lr,
