@@ -29,6 +29,7 @@ import torch
 from masw import ablations, cases, corpus, data, evaluate, heldout
 from masw import train as training
 from masw.adaptor import Adaptor, AdaptorInfo
+from masw.alone import alone
 from masw.catalogue import draft_of
 from masw.cli.evaluate import numbers
 from masw.devices import resolve_device, resolve_dtype
@@ -236,10 +237,11 @@ def run(options: argparse.Namespace) -> None:
         sources, evaluated = tiny_data(options.out / "data") if options.tiny else shared_data(options.data, options.out / "data")
         for path in evaluated:
             cases.rows(path)
-        lab = Lab(setting, sources, evaluated, options.out, options.device, options.dtype)
-        for name in waiting:
-            with clock.timing(name):
-                table.add(lab.result(name, clock), list(RECIPES))
+        with alone(options.out):
+            lab = Lab(setting, sources, evaluated, options.out, options.device, options.dtype)
+            for name in waiting:
+                with clock.timing(name):
+                    table.add(lab.result(name, clock), list(RECIPES))
     print(ablations.markdown(ablations.rows(table.lines)), end="")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from masw.alone import alone
 from masw.cli.evaluate import numbers
 from masw.cli.paths import folder
 from masw.errors import Cancelled, MaswError, UsageError
@@ -22,6 +23,7 @@ SAMPLES = "samples"
 
 
 def bench(
+    context: typer.Context,
     pair: Annotated[str, typer.Option(help="Preset or DRAFT:TARGET.")] = "smollm2",
     methods: Annotated[
         str,
@@ -91,6 +93,7 @@ def bench(
     if steps_only:
         if not shape or not random_weights:
             raise UsageError("--steps-only needs a --shape and --random-weights: it times shapes, not models")
+        context.with_resource(alone(out))
         kinds = "full,window,masw,verify" if methods == "all" else methods
         options = MemoryOptions(sinks, window, stride)
         time_steps(
@@ -112,8 +115,8 @@ def bench(
         )
         return
     if shape or random_weights or skip_too_large or graphs or limit_s:
-        alone = "--shape, --random-weights, --graphs, --limit-s and --skip-too-large"
-        raise UsageError(f"{alone} belong to --steps-only; add it, or leave them out")
+        theirs = "--shape, --random-weights, --graphs, --limit-s and --skip-too-large"
+        raise UsageError(f"{theirs} belong to --steps-only; add it, or leave them out")
     names = [m.strip() for part in methods.split(",") for m in (METHODS if part.strip() == "all" else [part]) if m.strip()]
     asked = core.check_methods(names)
     if docs < 1 or repeats < 1:
@@ -129,6 +132,7 @@ def bench(
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     results.check_folder(out)
+    context.with_resource(alone(out))
     session = Session(load_pair(pair, device=where, dtype=kind))
     chosen = core.runnable(session, asked, methods.split(","), eagle, _note)
     models = {"draft": session.pair.draft.provenance, "target": session.pair.target.provenance}
@@ -150,11 +154,11 @@ def bench(
     found = core.cases(sets, session, lengths, docs, max_new_tokens)
     if not found:
         raise UsageError(f"no document fills a context of {min(lengths):,} tokens; lower --contexts or give longer documents")
-    for context in lengths:
+    for length in lengths:
         for name in sets:
-            count = sum(case.set == name and case.context == context for case in found)
+            count = sum(case.set == name and case.context == length for case in found)
             if count < docs:
-                _note(f"{name}: {count} of {docs} documents fill a context of {context:,} tokens")
+                _note(f"{name}: {count} of {docs} documents fill a context of {length:,} tokens")
     grid = core.Grid(definition, chosen, tuple(found), repeats)
     table = results.Table(out, definition)
     stop = Stop()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from masw.alone import alone
 from masw.cli.training import hours, interruptible, note
 from masw.errors import Cancelled, MaswError, UsageError, plain_words
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def eval_adaptor(
+    context: typer.Context,
     data: Annotated[
         list[Path], typer.Option(help="Evaluation rows (JSON lines: text, question; or LongBench's own). Repeatable.")
     ],
@@ -81,6 +83,7 @@ def eval_adaptor(
         cases.rows(path)
     if out is not None:
         judged.check(out)
+        context.with_resource(alone(out))
     where = resolve_device(device)
     with interruptible(
         f"interrupted while the models of {pair} were fetched or loaded; what was fetched is kept, nothing was lost"

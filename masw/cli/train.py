@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from masw.alone import alone
 from masw.cli.paths import folder
 from masw.cli.training import Display, interruptible, note, token_count
 from masw.errors import Cancelled, MaswError, UsageError
@@ -27,6 +28,7 @@ SOURCE = "a .jsonl or .jsonl.gz file, a folder of text, hub:OWNER/NAME[:SPLIT], 
 
 
 def train(
+    context: typer.Context,
     out: Annotated[
         Path, typer.Option(parser=folder("--out"), metavar="runs/NAME", help="Folder of the run; it goes on where it stopped.")
     ],
@@ -155,6 +157,8 @@ def train(
             read_info(init)
         if q_rank and mirror != "qkv":
             raise UsageError("--q-rank is about a mirrored Q; add --mirror qkv")
+        if int(os.environ.get("RANK", "0")) == 0:
+            context.with_resource(alone(out))
         sources = Sources(text, answers, valid, valid_answers)
         job = _Job(name, sources, held, known, out, init, token_cache, threads, device, dtype, tensorboard)
         result, show = job.run(max_steps, None if max_minutes is None else max_minutes * 60, started)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from masw.alone import alone
 from masw.cli.paths import folder
 from masw.cli.train import SOURCE
 from masw.cli.training import Display, interruptible, note, token_count
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def train_eagle(
+    context: typer.Context,
     out: Annotated[
         Path, typer.Option(parser=folder("--out"), metavar="runs/NAME", help="Folder of the run; it goes on where it stopped.")
     ],
@@ -82,6 +84,7 @@ def train_eagle(
             "checkpoint_s": checkpoint_minutes * 60, "eval_tokens": eval_tokens,
         }  # fmt: skip
         config = eagle_recipe(base=resolve_model(name).name, **known)
+        context.with_resource(alone(out))
         import torch
 
         from masw import data, eagle_train
