@@ -9,7 +9,6 @@ One process, or several under `torchrun` (each takes its share of a batch's rows
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -33,28 +32,11 @@ from masw.heldout import Baselines, HeldOut, measure
 from masw.provenance import provenance
 from masw.quiet import hush
 from masw.recipe import FREE, TrainConfig
+from masw.start import Start, randomise, take
 from masw.trainee import Trainee
 from masw.trainloop import Listener, RunFolder, caught_signals, learning_rate, matmul_parameters, matmul_rate
 
 FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Start:
-    """An adaptor that a run goes on from instead of a copy of the backbone."""
-
-    adaptor: Adaptor
-    about: dict[str, Any]  # file, sha256, and the tokens, step and recipe that it says it was trained with
-
-
-def start_from(path: Path, decoder: Decoder, base: str) -> Start:
-    """Reads the adaptor file `path` for `decoder`. Raises UsageError when it is none, or one for another model."""
-    adaptor = Adaptor.load(path, decoder, base=base, dtype=torch.promote_types(decoder.dtype, torch.float32))
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    known = adaptor.info.provenance
-    kept: dict[str, Any] = {key: known[key] for key in ("tokens", "step", "data", "recipe", "init") if key in known}
-    return Start(adaptor, {"file": path.name, "sha256": digest, **kept})
 
 
 @dataclass(frozen=True)
@@ -140,11 +122,11 @@ class _Run:
         torch.manual_seed(config.seed)
         self.adaptor = Adaptor.copied(decoder, info, dtype=torch.promote_types(decoder.dtype, torch.float32))
         if config.random_init:
-            _randomise(self.adaptor)
+            randomise(self.adaptor)
         if config.quiet:
             hush(self.adaptor, decoder, self.curriculum.sample().to(decoder.device), config.quiet)
         if start is not None:
-            _take(self.adaptor, start.adaptor)
+            take(self.adaptor, start.adaptor)
         self.adaptor.requires_grad_(True)
         self.average = Average(self.adaptor, config.average) if config.average else None
         self.passes = Passes(decoder, config.attention, checkpoint=config.checkpoint_activations)
@@ -394,31 +376,6 @@ def _summed(found: Score, distance: float, device: torch.device) -> tuple[Score,
     dist.all_reduce(values)
     count, loss, nll, kl, agreed, moved = values.tolist()
     return Score(int(count), loss, nll, kl, int(agreed)), moved
-
-
-@torch.no_grad()
-def _take(adaptor: Adaptor, start: Adaptor) -> None:
-    """Copies the weights of `start`; a query side that only `adaptor` has stays the backbone's."""
-    mine, theirs = dict(adaptor.named_parameters()), dict(start.named_parameters())
-    wanted, found = adaptor.info, start.info
-    if wanted.slot_input != found.slot_input or (wanted.slot_input == "token" and wanted.slot_token != found.slot_token):
-        raise UsageError(
-            f"the adaptor to start from has the slot input {found.slot_input} ({found.slot_token}), "
-            f"not {wanted.slot_input} ({wanted.slot_token}); ask for the same"
-        )
-    if not theirs.keys() <= mine.keys():
-        raise UsageError(
-            f"the adaptor to start from mirrors {found.mirror}, not {wanted.mirror} alone; use --mirror {found.mirror}"
-        )
-    for name, parameter in theirs.items():
-        mine[name].copy_(parameter)
-
-
-@torch.no_grad()
-def _randomise(adaptor: Adaptor) -> None:
-    """Mirrored weights at the scale of the copied ones, without their content."""
-    for parameter in adaptor.parameters():
-        parameter.copy_(torch.randn_like(parameter) * parameter.std())
 
 
 @contextmanager

@@ -235,6 +235,7 @@ class _Job:
         from masw import train as training
         from masw.devices import resolve_dtype
         from masw.recipe import recipe
+        from masw.start import start_from
         from masw.store import cache_root
         from masw.zoo import load_pair
 
@@ -246,7 +247,7 @@ class _Job:
                 f"held-out rows of {longest:,} tokens are longer than the model's {model.config.max_position:,} positions; "
                 "lower --eval-rows"
             )
-        start = None if self.init is None else training.start_from(self.init, model.decoder, model.name)
+        start = None if self.init is None else start_from(self.init, model.decoder, model.name)
         config = recipe(base=model.name, init=start.about["sha256"] if start else "", **self.known)
         read = corpus.load(self.sources, model.tokenizer, self.cache or cache_root() / "tokens", config.seed, self.held, say)
         if config.eval_tokens and not read.held:
