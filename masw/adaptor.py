@@ -20,6 +20,7 @@ from masw.decoder import Decoder
 from masw.errors import UsageError
 from masw.files import replacing
 from masw.linear import dense
+from masw.stages import Stage
 
 FORMATS = (1, 2)
 """1: every tensor whole. 2: `q` as a low-rank difference from the backbone's own, q = backbone + q_up @ q_down."""
@@ -57,13 +58,20 @@ class AdaptorInfo:
 
     @cached_property  # asked for in every pass
     def longest_row(self) -> int | None:
-        """Tokens of the longest row of its own training and of those that it started from; None where its file does not say."""
+        """Tokens of the longest row of its own training and of those that it started from, in the stages that each had begun; None where
+        its file does not say."""
         found = [0]
         for about in self._runs():
-            recipe = about.get("recipe")
+            recipe, seen, begun = about.get("recipe"), about.get("tokens"), 0
             stages = recipe.get("stages") if isinstance(recipe, dict) else None
-            lengths = [str(stage).partition("x")[0] for stage in stages] if isinstance(stages, list | tuple) else []
-            found += [int(length) for length in lengths if length.isdecimal() and len(length) < 10]
+            for text in stages if isinstance(stages, list | tuple) else ():
+                try:
+                    stage = Stage.parse(str(text))
+                except UsageError:  # of another version, or made up
+                    continue
+                if not isinstance(seen, int) or begun < seen:
+                    found.append(stage.length)
+                begun += stage.steps * stage.length * stage.rows
         return max(found) or None
 
     def _runs(self) -> Iterator[dict[str, Any]]:

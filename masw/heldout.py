@@ -10,9 +10,10 @@ from torch import Tensor
 
 from masw.adaptor import Adaptor
 from masw.config import MemoryShape
-from masw.curriculum import Curriculum, Stage
+from masw.curriculum import Curriculum
 from masw.data import Answers, Texts
 from masw.distil import Passes, Score, full_hidden, score
+from masw.stages import Stage
 
 
 @dataclass(frozen=True)

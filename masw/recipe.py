@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from masw.config import MemoryShape
-from masw.curriculum import Stage
+from masw.stages import Stage
 from masw.trainloop import checked
 
 

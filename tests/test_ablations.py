@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from masw import ablations, tables
-from masw.curriculum import Stage
 from masw.errors import UsageError
+from masw.stages import Stage
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "ablations.py"
 

@@ -236,6 +236,17 @@ def test_the_longest_row_is_that_of_all_runs_before() -> None:
     assert AdaptorInfo("tiny", (4,), provenance=about).longest_row == 2048
     assert AdaptorInfo("tiny", (4,), provenance=about | {"init": before}).longest_row == 4096
     assert AdaptorInfo("tiny", (4,), provenance=about).reach == 4 * 2048
+    two = {
+        "recipe": {"stages": ["2048x2:8k:1/1/1", "4096x1:8k", "256x1:1k"]}
+    }  # of which two steps of 4,096 tokens are the first stage
+    for tokens, longest in (
+        (1, 2048),
+        (8192, 2048),
+        (8193, 4096),
+        (10**6, 4096),
+    ):  # stopped, or best, in the middle of its recipe
+        assert AdaptorInfo("tiny", (4,), provenance=two | {"tokens": tokens}).longest_row == longest
+    assert AdaptorInfo("tiny", (4,), provenance=two | {"tokens": 0, "init": before | {"tokens": 60_000}}).longest_row == 512
     for strange in ({"recipe": "none"}, {"recipe": {"stages": "512"}}, {"recipe": {"stages": ["abc", None, 7]}, "init": "gone"}):
         assert AdaptorInfo("tiny", (4,), provenance=strange).longest_row in (None, 7)
         assert AdaptorInfo("tiny", (4,), provenance=strange | {"tokens": "many"}).tokens_seen == 0

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from masw import data
-from masw.curriculum import Curriculum, Stage
+from masw.curriculum import Curriculum
 from masw.errors import MaswError, UsageError
 from masw.prompts import TASKS
+from masw.stages import Stage
 from masw.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

@@ -131,8 +131,8 @@ def train(
         from masw.adaptor import read_info
         from masw.catalogue import draft_of
         from masw.corpus import Sources, held_rows
-        from masw.curriculum import check_sources
         from masw.recipe import recipe
+        from masw.stages import check_sources
 
         if (pair is None) == (base is None):
             raise UsageError("name the draft once: --pair PAIR or --base MODEL")

@@ -114,7 +114,7 @@ def token_count(option: str) -> Callable[[str], int]:
     """The parser of an option that counts tokens as stages do: 300000, 300k or 1.5m. Its errors name the option."""
 
     def parse(text: str) -> int:
-        from masw.curriculum import amount
+        from masw.stages import amount
 
         try:
             return amount(str(text))  # a default comes as a number
