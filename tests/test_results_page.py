@@ -36,7 +36,7 @@ def test_the_readme_keeps_all_but_its_table(script: dict[str, Any]) -> None:
 
 
 def test_means_and_gaps_are_those_of_the_rows(script: dict[str, Any], tmp_path: Path) -> None:
-    adaptor = {"file": "a", "provenance": {"tokens": 1000}}
+    adaptor = {"file": "a", "provenance": {"tokens": 200, "init": {"tokens": 800}}}
     head = {"pair": "p", "answer_tokens": 8, "adaptors": {"8": adaptor}, "dtype": "fp32", "commit": "c"}
     rows = [head]
     for name, scale in (("govreport", 1.0), ("qmsum", 2.0)):
