@@ -150,7 +150,9 @@ def adaptors(results: Path) -> Iterator[str]:
             answers = sum(r["n"] for r in chosen if r["method"] == "full" and r["weights"] == "plain")
             used = head["adaptors"].values()
             files = ", ".join(sorted({a["file"] for a in used}))
-            tokens = " and ".join(f"{t:,}" for t in sorted({AdaptorInfo("", (), provenance=a["provenance"]).tokens_seen for a in used}))
+            tokens = " and ".join(
+                f"{t:,}" for t in sorted({AdaptorInfo("", (), provenance=a["provenance"]).tokens_seen for a in used})
+            )
             sets = ", ".join(map(title, named({r["set"] for r in chosen})))
             yield f"### {head['pair']}{', recall' if name else ''}{', packed draft weights too' if packed else ''}\n"
             yield (
