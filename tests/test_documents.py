@@ -347,8 +347,16 @@ def test_time_is_bounded() -> None:
     with pytest.raises(UsageError, match="takes more than 2 s"):
         read_bytes(data, "a", limits=replace(LIMITS, seconds=2.0))
     assert time.monotonic() - begin < 10
-    cut = extract(data, "a", limits=replace(LIMITS, soft_seconds=0.1))
+    cut = extract(
+        data, "a", limits=replace(LIMITS, soft_seconds=0.0)
+    )  # the time is over once the file is open: one page all the same
     assert cut.text.startswith("Hello there") and "a limit of time" in " ".join(cut.warnings)
+
+
+def test_pages_without_text_until_the_time_is_over_are_not_called_the_whole_file() -> None:
+    data = pdf(b"0 0 10 10 re f", b"BT /F1 12 Tf (Hello) Tj ET")
+    with pytest.raises(UsageError, match="the first 1 page of a, all that could be read in 0 s, have no text"):
+        extract(data, "a", limits=replace(LIMITS, soft_seconds=0.0))
 
 
 def test_the_process_ends_with_its_caller(tmp_path: Path) -> None:

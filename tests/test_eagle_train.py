@@ -241,7 +241,7 @@ def test_the_command_trains_goes_on_and_its_head_drafts(train: Masw, masw: Masw,
     fixed = ("run", document, "--method", "eagle", "--max-new-tokens", 12, "--dtype", "fp32")
     code, out, _ = masw(*fixed, "--pair", "tiny", "--eagle", report["head"], "--compare", "--trace", trace)
     assert code == 0 and "identical to the target's own greedy output: yes" in out
-    assert "the eagle head (head.safetensors) was trained on 512 tokens" in out and "untrained" not in out
+    assert "The eagle head (head.safetensors) was trained on 512 tokens" in out and "untrained" not in out
     assert Trace.load(trace).header["eagle"]["tokens"] == 512
     code, _, err = masw(*fixed, "--pair", "tiny-2", "--eagle", report["head"])
     assert code == 2 and "belongs to the target 'tiny-4', not 'tiny-2'" in one_line(err)

@@ -57,7 +57,7 @@ def read(archive: Archive, name: str, limits: Limits) -> Document:
     warnings: list[str] = []
     hidden, started = 0, time.monotonic()
     for done, member in enumerate(chapters):
-        if time.monotonic() - started > limits.soft_seconds or sum(map(len, texts)) > limits.characters:
+        if (done and time.monotonic() - started > limits.soft_seconds) or sum(map(len, texts)) > limits.characters:
             warnings.append(f"only the first {done:,} of {plural(len(chapters), 'chapter')} were read (a limit of time and size)")
             break
         markup = decode(archive.read(member), name).text

@@ -30,8 +30,11 @@ def read(data: bytes, name: str, password: str | None, limits: Limits) -> Docume
         warnings.append("the PDF is damaged (no index of its parts); what could be found in it was read")
     texts: list[str] = []
     failed = empty = unreadable = characters = 0
+    late = False
     for number in range(min(total, limits.pages)):
-        if time.monotonic() - started > limits.soft_seconds or characters > limits.characters:
+        # One page is read however long it took to open the file: no page at all would look like a file without text.
+        late = number > 0 and time.monotonic() - started > limits.soft_seconds
+        if late or characters > limits.characters:
             break
         if number == _HOPELESS and unreadable + failed == number:
             break
@@ -57,6 +60,11 @@ def read(data: bytes, name: str, password: str | None, limits: Limits) -> Docume
             raise UsageError(
                 f"{name} is a PDF with unreadable text ({plural(unreadable + failed, 'page')} damaged or without fonts); "
                 "copy or export it again"
+            )
+        if late:
+            raise UsageError(
+                f"the first {plural(len(texts), 'page')} of {name}, all that could be read in {limits.soft_seconds:g} s, have no text; "
+                "give the pages that matter as a file of their own, or run it through OCR first"
             )
         raise UsageError(f"{name} has no text layer ({plural(len(texts), 'page')} of images only); run it through OCR first")
     read_pages = len(texts)
