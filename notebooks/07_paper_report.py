@@ -145,7 +145,7 @@ show(
 show(figures.method_table(missing("128K and beyond", "capacity of one slot"), title="Open questions", template=template))
 
 # %% [markdown]
-# **Takeaway.** A window has not seen the code and can only guess at its tokens; entries selected by attention can hold it. What `masw` gains over `window` here is what its slots carry word for word: with adaptors as little trained as these, next to nothing. A failure shows as slower drafting; the target has the last word.
+# **Takeaway.** A window has not seen the code and can only guess at its tokens; entries selected by attention can hold it. What `masw` gains over `window` here is what its slots carry word for word: more with more slots (r = 4), and less than selected entries hold, with adaptors as little trained as these. A failure shows as slower drafting; the target has the last word.
 
 # %%
 assert all(0 <= row["agreement on the planted tokens (share)"] <= 1 for row in recalled)

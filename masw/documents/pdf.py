@@ -63,7 +63,7 @@ def read(data: bytes, name: str, password: str | None, limits: Limits) -> Docume
             )
         if late:
             raise UsageError(
-                f"the first {plural(len(texts), 'page')} of {name}, all that could be read in {limits.soft_seconds:g} s, have no text; "
+                f"{name} has no text in what could be read of it in {limits.soft_seconds:g} s ({plural(len(texts), 'page')}); "
                 "give the pages that matter as a file of their own, or run it through OCR first"
             )
         raise UsageError(f"{name} has no text layer ({plural(len(texts), 'page')} of images only); run it through OCR first")
