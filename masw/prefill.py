@@ -16,11 +16,12 @@ CHUNK = 512  # tokens; wide enough for full GEMM speed, narrow enough to answer 
 
 @dataclass(frozen=True)
 class Progress:
-    """A model has read `done` of `total` prompt tokens."""
+    """A model has read `done` of `total` prompt tokens, the last chunk of them from `start` on."""
 
     who: str
     done: int
     total: int
+    start: int = 0
 
 
 class Reader:
@@ -73,7 +74,7 @@ class Reader:
                 self._show(hidden)
             self._marks.append((start, stop, begin, end))
         self.done = stop
-        return Progress(self.who, self.done, self.total)
+        return Progress(self.who, self.done, self.total, start)
 
     def finish(self) -> None:
         """Makes later work wait for this stream and writes the events that were only enqueued."""

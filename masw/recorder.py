@@ -19,6 +19,10 @@ class Recorder:
         self.trace = Trace(header)
         self.round = 0
         self._sync: Callable[[], None] | None = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Sets the clock of the events to 0."""
         self._start = self.now()
 
     def now(self) -> float:

@@ -103,7 +103,9 @@ class Answer:
         limit = session.context_limit - max(a.settings.max_new_tokens for a in self.ask.arms)
         self.prompt = prompts.build(model.tokenizer, self.ask.document, self.ask.task, self.ask.question, limit)
         self.load = None
-        self._room.warm(session, {(a.settings.gamma, a.draft_weights) for a in self.ask.arms})
+        self._room.warm(
+            session, {(a.settings.gamma, a.draft_weights if method_named(a.method).model else None) for a in self.ask.arms}
+        )
         for options in self.ask.arms:
             if stop():
                 return
@@ -124,7 +126,7 @@ class Answer:
         self.stage = "reading"
         try:
             self._follow(run, arm, session.pair.target.tokenizer, first=first)
-            self._room.hold(self.prompt.ids)
+            self._room.hold(session.held())
         finally:
             arm.peak_bytes = hardware.peak_rss_bytes()
             if device.type == "cuda":
@@ -138,7 +140,7 @@ class Answer:
         for step in run:
             if isinstance(step, Progress):
                 if first and step.who == "target" and "target" not in arm.progress:
-                    self.shared_tokens = run.trace.of("prefill", "target")[0].position
+                    self.shared_tokens = step.start
                 arm.progress[step.who] = step
                 continue
             self.stage = "decoding"
@@ -192,10 +194,11 @@ class Preview:
     context_limit: int
     estimate: Estimate
     free_bytes: int
+    held_bytes: int = 0  # of the run's KV, allocated by an earlier run
 
     @property
     def fits(self) -> bool:
-        return self.estimate.run_bytes <= self.free_bytes
+        return self.estimate.run_bytes - self.held_bytes <= self.free_bytes
 
 
 class Room:
@@ -206,8 +209,8 @@ class Room:
         self.dtype = resolve_dtype(dtype, self.device)
         self._session: Session | None = None
         self._tenant: str | None = None  # visitor whose document the target's memory holds
-        self._held: list[int] = []  # the prompt that it has read
-        self._warm: set[tuple[int, str]] = set()
+        self._held: list[int] = []  # what the target has read of it, and its answer
+        self._warm: set[tuple[int, str | None]] = set()
         self._rates: dict[tuple[str, str, str], Rates] = {}
         self._preview_lock = threading.Lock()
         self._tokenizers: dict[str, AnyTokenizer] = {}
@@ -245,7 +248,10 @@ class Room:
             for options in ask.arms:
                 found.append(self._estimate(ask.pair, configs, options, len(prompt.ids), read))
                 read = len(prompt.ids) - 1  # the first arm reads for all
-        return Preview(prompt, context, together(found), free_bytes(self.device))
+        session = self._session
+        loaded = session is not None and session.pair.name == resolve_pair(ask.pair).name
+        held = session.held_bytes(len(prompt.ids) + context - limit) if session is not None and loaded else 0
+        return Preview(prompt, context, together(found), free_bytes(self.device), held)
 
     def _estimate(
         self, pair: str, configs: tuple[ModelConfig, ModelConfig], options: RunOptions, prompt: int, read_already: int
@@ -285,14 +291,14 @@ class Room:
         self._tenant = owner
         return self._session
 
-    def warm(self, session: Session, kinds: set[tuple[int, str]]) -> None:
+    def warm(self, session: Session, kinds: set[tuple[int, str | None]]) -> None:
         for kind in kinds - self._warm:
             session.warm_up(*kind)
             self._warm.add(kind)
 
-    def hold(self, prompt: list[int]) -> None:
-        """Notes what the target has read now."""
-        self._held = prompt
+    def hold(self, tokens: list[int]) -> None:
+        """Notes what the target has read now, all of a prompt or as much as there was before a cancel."""
+        self._held = tokens
 
     def learn(self, pair: str, options: RunOptions, trace: Trace) -> None:
         """Keeps the rates of a run for the next estimate; what this one did not do keeps its older figure."""

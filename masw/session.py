@@ -114,12 +114,20 @@ class Session:
             need -= 0 if self.pair.self_pair else self.pair.draft.decoder.nbytes
             packed = self._packed.get(self.draft_kind(options.draft_weights))
             need -= 0 if packed is None else packed.weights.packed_nbytes
+        need -= self.held_bytes(tokens)
         free = free_bytes(target.decoder.device)
         if need > free:
             raise UsageError(
                 f"a context of {tokens:,} tokens needs about {need / 2**30:.1f} GiB beside the weights and {free / 2**30:.1f} GiB are free; "
                 "lower --max-context or --max-new-tokens, or take a smaller pair"
             )
+
+    def held_bytes(self, tokens: int) -> int:
+        """Of the target's KV for `tokens` tokens what is allocated already: all of it after a run as long, else nothing (it grows into
+        a buffer of its own)."""
+        target = self.pair.target
+        wanted = cost.kv_bytes(target.config, MemoryShape(), tokens, target.decoder.dtype.itemsize)
+        return wanted if self._target is not None and self._target.memory.nbytes >= wanted else 0
 
     def run(self, prompt: Sequence[int], options: RunOptions, stop: Callable[[], bool] = lambda: False) -> Run:
         """Prepares one run; iterate over it to make it happen."""
@@ -183,6 +191,10 @@ class Session:
             }
         return Run(self.pair, target, drafter, list(prompt), options, header, stop)
 
+    def held(self) -> list[int]:
+        """Tokens that the target's memory holds."""
+        return [] if self._target is None else self._target.memory.tokens()[0].tolist()
+
     def forget(self) -> None:
         """Drops the document that the target's memory holds; the buffers stay for the next one."""
         if self._target is not None:
@@ -209,10 +221,15 @@ class Session:
         return Difference(index, a, b, gap)
 
     @torch.no_grad()
-    def warm_up(self, gamma: int, draft_weights: str = "auto") -> None:
-        """Runs each kind of forward once on throw-away memories, so that a first run is not timed with set-up costs."""
-        _, draft = self.draft_decoder(draft_weights)
-        for decoder, widths in ((self.pair.target.decoder, (1, gamma + 1)), (draft, (1, 2))):
+    def warm_up(self, gamma: int, draft_weights: str | None = "auto") -> None:
+        """Runs each kind of forward once on throw-away memories, so that a first run is not timed with set-up costs.
+
+        `draft_weights` None: no draft model will run.
+        """
+        forwards = [(self.pair.target.decoder, (1, gamma + 1))]
+        if draft_weights is not None:
+            forwards.append((self.draft_decoder(draft_weights)[1], (1, 2)))
+        for decoder, widths in forwards:
             memory = Memory(decoder.config, MemoryShape(), tokens=64, device=decoder.device, dtype=decoder.dtype)
             for width in widths:
                 decoder.logits(decoder.forward(torch.zeros(1, width, dtype=torch.long, device=decoder.device), memory))
@@ -267,6 +284,7 @@ class Run:
         self._recorder = Recorder(header, target.decoder.device)
 
     def __iter__(self) -> Iterator[Progress | Round]:
+        self._recorder.begin()  # what happens between preparing a run and running it, a warm-up say, is not its time
         return generate(self._target, self._drafter, self.prompt, self.options.settings, self._recorder, self._stop)
 
     @property
@@ -318,6 +336,17 @@ def eagle_file(choice: str, base: str) -> Path:
     raise UsageError(f"no eagle head for the target '{base}' comes with masw; {HOW} and pass --eagle PATH, or another --method")
 
 
+def adaptor_file(base: str, stride: int, choice: str) -> Path | None:
+    """The file that `adaptor_for` takes for the draft `base`; None where the slots are untrained."""
+    if choice not in ADAPTORS:
+        return Path(choice)
+    for path in shipped_adaptors() if choice == "auto" else ():
+        info, _ = read_info(path)
+        if info.base == base and (not info.strides or stride in info.strides):
+            return path
+    return None
+
+
 def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str, sample: Sequence[int] = ()) -> tuple[Adaptor, Path | None]:
     """The adaptor that `choice` names, and the file it came from (None: untrained).
 
@@ -325,13 +354,9 @@ def adaptor_for(decoder: Decoder, base: str, stride: int, choice: str, sample: S
     from. quiet: that copy with slots that nothing looks at, so that the draft is as good as its window (masw.quiet); `sample` is text
     that shows where queries point. Anything else is a path.
     """
-    if choice not in ADAPTORS:
-        return Adaptor.load(Path(choice), decoder, base=base, stride=stride), Path(choice)
-    if choice == "auto":
-        for path in shipped_adaptors():
-            info, _ = read_info(path)
-            if info.base == base and (not info.strides or stride in info.strides):
-                return Adaptor.load(path, decoder, base=base, stride=stride), path
+    path = adaptor_file(base, stride, choice)
+    if path is not None:
+        return Adaptor.load(path, decoder, base=base, stride=stride), path
     if choice == "none" or not sample:
         return Adaptor.copied(decoder, AdaptorInfo(base, ())), None
     quiet = Adaptor.copied(decoder, AdaptorInfo(base, (), bias=not decoder.config.qkv_bias))

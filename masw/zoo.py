@@ -103,8 +103,8 @@ def estimate_bytes(spec: str, dtype: torch.dtype) -> int | None:
 
 def free_bytes(device: torch.device) -> int:
     """Memory that a model may still take on `device`, in bytes; on the CPU within the container's own limit."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cuda":  # torch keeps what was freed for its next allocations
+        return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = int(psutil.virtual_memory().available)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -143,6 +143,8 @@ def test_cancelling_in_the_middle_of_a_prefill(room: Room) -> None:
     assert job.state == CANCELLED and not view.arms[0].pieces
     progress = view.arms[0].progress["target"]
     assert 0 < progress.done < progress.total
+    # The next preview counts as read what was read, and no more.
+    assert view.prompt is not None and room._shared(visitor, "tiny", view.prompt.ids) == progress.done
 
 
 def test_a_view_does_not_change_while_the_run_goes_on(room: Room) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -101,6 +102,30 @@ def test_eagle_needs_a_head_for_this_target(tiny: Pair, head: Path, tmp_path: Pa
         with pytest.raises(UsageError, match=words) as error:
             Session(tiny).run(PROMPT, options("eagle", eagle=path))
         assert "\n" not in str(error.value)
+
+
+def test_the_clock_starts_with_the_run_not_when_it_is_prepared(tiny: Pair) -> None:
+    job = Session(tiny).run(PROMPT, options())
+    time.sleep(0.3)
+    begun = time.perf_counter()
+    for _ in job:
+        pass
+    took = (time.perf_counter() - begun) * 1e3
+    assert 0 < job.trace.events[0].at_ms <= job.trace.events[-1].at_ms <= took
+
+
+def test_a_document_that_is_held_already_needs_no_second_place(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, total = Session(tiny), len(PROMPT) + 20
+    need = session.run_bytes(options(), total) - tiny.target.decoder.nbytes - tiny.draft.decoder.nbytes
+    kv = cost.kv_bytes(tiny.target.config, MemoryShape(), total, 4)
+    assert session.held_bytes(total) == 0
+    for _ in session.run(PROMPT, options()):
+        pass
+    assert session.held() and session.held_bytes(total) == kv and session.held_bytes(4 * total) == 0
+    monkeypatch.setattr("masw.session.free_bytes", lambda _: need - kv)
+    session.run(PROMPT, options())
+    with pytest.raises(UsageError, match="are free"):
+        Session(tiny).run(PROMPT, options())
 
 
 def test_a_document_longer_than_the_context_is_refused(tiny: Pair) -> None:

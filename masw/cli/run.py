@@ -132,7 +132,7 @@ def run(
     stop = Stop()
     with stop:
         job = session.run(prompt.ids, options, stop)
-        session.warm_up(most, draft_weights)
+        session.warm_up(most, draft_weights if method_named(method).model else None)
         kind = str(session.pair.target.decoder.dtype).removeprefix("torch.")
         _note(f"{pair}: {len(prompt.ids):,} prompt tokens, method {method}, {where} {kind}")
         try:
