@@ -323,7 +323,8 @@ class Bench:
         return replace(cell, finish=finish, **_peer_times(run)), run.tokens
 
     def _prefill(self, case: Case) -> Summary:
-        """Lets the target read the prompt; the runs that follow share its KV."""
+        """Lets the target read the prompt, all of it, whatever it read before; the runs that follow share its KV."""
+        self._session.forget()
         job = self._session.run(case.prompt, self._options(BASE), self._stop)
         for step in job:
             if isinstance(step, Round):

@@ -44,6 +44,8 @@ class Definition:
     eagle: str
     models: dict[str, Any]  # where both models' weights come from, checksums included
     adaptive: bool = False  # gamma is chosen before each round, up to `gamma`
+    adaptor_sha256: str | None = None  # of the file that `adaptor` stood for; None: untrained slots
+    eagle_sha256: str | None = None  # of the head's; None: the pair has none
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Table:
         """Opens or creates the folder. Raises UsageError when it holds another grid or cannot be written."""
         self.folder, self.path = folder, folder / "results.jsonl"
         self.cells: list[Cell] = []
+        self._sessions: dict[str, dict[str, Any]] = {}
         try:
             (folder / "traces").mkdir(parents=True, exist_ok=True)
             if self.path.exists():
@@ -124,7 +127,14 @@ class Table:
             raise UsageError(f"cannot write to {folder} ({error.strerror or error}); choose another --out") from None
 
     def open_session(self, about: dict[str, Any]) -> None:
+        self._sessions[about["id"]] = about
         self._append({"type": "session", **about})
+
+    @property
+    def sessions(self) -> list[dict[str, Any]]:
+        """Those that the standing cells come from, the latest last: id, provenance and rates."""
+        used = {cell.session for cell in self.standing}
+        return [about for key, about in self._sessions.items() if key in used]
 
     def add(self, cell: Cell) -> None:
         self.cells.append(cell)
@@ -162,6 +172,9 @@ class Table:
             raise UsageError(f"{self.folder} holds another grid ({what}): its cells would not compare; choose another --out")
         known = Cell.__dataclass_fields__
         self.cells = [Cell(**{k: v for k, v in row.items() if k in known}) for row in rows if row.get("type") == "cell"]
+        self._sessions = {
+            row["id"]: {k: v for k, v in row.items() if k != "type"} for row in rows if row.get("type") == "session"
+        }
         if lines[-1]:  # cut in the middle of a line
             with replacing(self.path) as partial:
                 partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -337,9 +350,19 @@ def _quartiles(values: list[float]) -> tuple[float, float] | None:
     return low, high
 
 
-def write_tables(table: Table, head: dict[str, Any]) -> list[Line]:
+def heading(table: Table, definition: Definition) -> dict[str, Any]:
+    """Head of the summary: the definition, and provenance and rates of the last session whose cells are in the table; where several
+    are, all of them as `sessions`. Empty of both where no cell ran."""
+    head: dict[str, Any] = {"definition": asdict(definition)}
+    sessions = table.sessions
+    if sessions:
+        head |= {key: sessions[-1][key] for key in ("provenance", "rates") if key in sessions[-1]}
+    return head | ({"sessions": sessions} if len(sessions) > 1 else {})
+
+
+def write_tables(table: Table, definition: Definition) -> list[Line]:
     """DIR/results.csv (a row a cell), DIR/summary.jsonl (a header, then a row a line) and DIR/summary.csv."""
-    found = table.standing
+    found, head = table.standing, heading(table, definition)
     lines = aggregate(found)
     with replacing(table.folder / "summary.jsonl") as partial, partial.open("w", encoding="utf-8") as file:
         file.write(json.dumps({"type": "header", "schema": SCHEMA, **head}, default=str) + "\n")

@@ -33,9 +33,10 @@ MEASURED = ("full", "window", "window-equal", "snapkv", "hybrid", "masw-untraine
 HEAD = """# Results
 
 Made by `python scripts/results_page.py` from the tables in `data/results`; [BENCH.md](BENCH.md) and [TRAINING.md](TRAINING.md) define
-their columns and say how to make them. Tokens/iter include the target's own token. One document a set is an indication and no result:
-n stands at every table. Machines differ from table to table, and so do the adaptors that shipped when a table was made: compare
-within a table.
+their columns and say how to make them. Tokens/iter are means and include the target's own token; decoding and end to end are medians of
+ratios to `none`, in brackets each set's; "as `none`" counts outputs equal to the autoregressive one. Packed sets are several documents of
+a set joined, since single ones are too short. One document a set is an indication and no result: n stands at every table. Machines
+differ from table to table, and so do the adaptors that shipped when a table was made: compare within a table.
 """
 
 
@@ -256,7 +257,9 @@ def named(sets: set[str]) -> list[str]:
 def machine(head: dict[str, Any]) -> str:
     where, rates = head["provenance"], head["rates"]
     measured = f"{rates['bytes_per_s'] / 1e9:.1f} GB/s and {rates['flops_per_s'] / 1e12:.2f} TFLOP/s measured"
-    return f"{where['device']}, {where['threads']} threads, {measured}, {where['created'][:10]}, commit {where['commit']}"
+    earlier = sorted({s["provenance"]["commit"] for s in head.get("sessions", [])} - {where["commit"]})
+    others = f" (some cells: {', '.join(earlier)})" if earlier else ""
+    return f"{where['device']}, {where['threads']} threads, {measured}, {where['created'][:10]}, commit {where['commit']}{others}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

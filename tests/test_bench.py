@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from masw import bench, cli, hardware, results
+from masw.adaptor import Adaptor, AdaptorInfo
 from masw.eagle import EagleHead, EagleInfo
 from masw.engine import Settings
 from masw.methods import METHODS
@@ -161,6 +162,8 @@ def test_a_crash_in_one_cell_is_recorded_and_tried_again(
     assert [(row["method"], row["error"]) for row in cells(out)] == [
         ("none", None), ("full", "RuntimeError: broke"), ("window", None)
     ]  # fmt: skip
+    # A command that does not ask for the failed method has nothing to complain of.
+    assert masw(*grid(data, out, "--methods", "window"))[0] == 0
     code, text, _ = masw(*grid(data, out, "--methods", "full,window"))
     assert code == 0 and "failed" not in text
 
@@ -186,8 +189,44 @@ def test_a_document_that_cannot_be_read_fails_alone(
 def test_a_method_without_its_head_is_left_out_or_refused(masw: Call, data: Path, tmp_path: Path) -> None:
     code, text, err = masw(*grid(data, tmp_path / "out"))
     assert code == 0 and "eagle is left out: no eagle head" in err and "eagle" not in text
-    code, _, err = masw(*grid(data, tmp_path / "other", "--methods", "full,eagle"))
-    assert code == 2 and "no eagle head" in err
+    for methods in ("full,eagle", "full, eagle"):
+        code, _, err = masw(*grid(data, tmp_path / "other", "--methods", methods))
+        assert code == 2 and "no eagle head" in err
+
+
+def test_an_adaptor_for_another_stride_is_refused_before_a_cell_runs(masw: Call, data: Path, tmp_path: Path) -> None:
+    path, decoder = tmp_path / "a.safetensors", load_pair("tiny", torch.device("cpu"), torch.float32).draft.decoder
+    Adaptor.copied(decoder, AdaptorInfo("tiny-2", (8,))).save(path)
+    code, _, err = masw(*grid(data, tmp_path / "out", "--methods", "masw", "--adaptor", path))
+    assert code == 2 and "trained for stride 8, not 4" in err and not (tmp_path / "out" / "results.jsonl").exists()
+    assert masw(*grid(data, tmp_path / "out", "--methods", "window", "--adaptor", path))[0] == 0  # which has no slots
+
+
+def test_another_adaptor_under_the_same_name_is_another_grid(masw: Call, data: Path, tmp_path: Path) -> None:
+    path, decoder = tmp_path / "a.safetensors", load_pair("tiny", torch.device("cpu"), torch.float32).draft.decoder
+    adaptor = Adaptor.copied(decoder, AdaptorInfo("tiny-2", (4,)))
+    adaptor.save(path)
+    command = grid(data, tmp_path / "out", "--methods", "masw", "--adaptor", path)
+    assert masw(*command)[0] == 0
+    adaptor.kv.data.mul_(1.5)
+    adaptor.save(path)
+    code, _, err = masw(*command)
+    assert code == 2 and "holds another grid (adaptor_sha256" in err
+
+
+def test_a_longer_context_of_the_same_document_is_read_from_its_beginning(
+    masw: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, jobs = Session.run, []
+
+    def watched(*args: Any) -> Any:
+        jobs.append(run(*args))
+        return jobs[-1]
+
+    monkeypatch.setattr(Session, "run", watched)
+    assert masw(*grid(data, tmp_path / "out", "--methods", "none", "--contexts", "200,300"))[0] == 0
+    read = [sum(e.count for e in job.trace.of("prefill", "target")) for job in jobs]
+    assert read == [199, 0, 299, 0]  # of each context first the reading, then the cell
 
 
 BAD: list[tuple[list[object], str]] = [

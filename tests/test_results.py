@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from masw.errors import UsageError
-from masw.results import Cell, Definition, Table, aggregate, write_tables
+from masw.results import Cell, Definition, Table, aggregate, heading, write_tables
 
 DEFINITION = Definition("tiny", "float32", "cpu", 5, 16, 4, 64, 8, "auto", "auto", "auto", {"draft": {"seed": 1}})
 
@@ -82,6 +82,18 @@ def test_a_table_is_read_back_and_a_cut_line_dropped(tmp_path: Path) -> None:
     assert [(c.method, c.error) for c in Table(tmp_path, DEFINITION).standing] == [("none", None), ("full", None)]
 
 
+def test_the_summary_names_the_sessions_that_its_cells_come_from(tmp_path: Path) -> None:
+    table = Table(tmp_path, DEFINITION)
+    assert heading(table, DEFINITION).keys() == {"definition"}  # nothing ran: nothing was measured
+    for name in ("one", "two", "three"):
+        table.open_session({"id": name, "provenance": {"commit": name}, "rates": {"bytes_per_s": 1.0}})
+        if name != "three":  # a later command that found all cells done
+            table.add(cell("none", 10, session=name, document=name))
+    for found in (table, Table(tmp_path, DEFINITION)):
+        head = heading(found, DEFINITION)
+        assert head["provenance"] == {"commit": "two"} and [s["id"] for s in head["sessions"]] == ["one", "two"]
+
+
 def test_a_failure_stands_until_a_later_run_makes_it_good(tmp_path: Path) -> None:
     table = Table(tmp_path, DEFINITION)
     for text in ("first", "second"):
@@ -89,7 +101,9 @@ def test_a_failure_stands_until_a_later_run_makes_it_good(tmp_path: Path) -> Non
     assert [c.error for c in table.standing] == ["second"]
 
 
-@pytest.mark.parametrize("change", [{"gamma": 8}, {"models": {"draft": {"seed": 2}}}, {"pair": "other"}])
+@pytest.mark.parametrize(
+    "change", [{"gamma": 8}, {"models": {"draft": {"seed": 2}}}, {"pair": "other"}, {"adaptor_sha256": "f" * 64}]
+)
 def test_another_grid_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     Table(tmp_path, DEFINITION)
     with pytest.raises(UsageError, match=r"another grid .*--out"):
@@ -108,7 +122,7 @@ def test_csv_has_what_the_json_lines_have(tmp_path: Path) -> None:
     table = Table(tmp_path, DEFINITION)
     table.add(cell("none", 10, document='a "quoted", name'))
     table.add(cell("full", 20, document='a "quoted", name', acceptance_by_position=[1.0, 0.5]))
-    write_tables(table, {"provenance": {}})
+    write_tables(table, DEFINITION)
     rows = list(csv.DictReader((tmp_path / "results.csv").open(encoding="utf-8")))
     assert rows[1]["document"] == 'a "quoted", name' and rows[1]["acceptance_by_position"] == "1.0 0.5" and rows[1]["error"] == ""
     head, *lines = map(json.loads, (tmp_path / "summary.jsonl").read_text().splitlines())

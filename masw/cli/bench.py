@@ -82,10 +82,10 @@ def bench(
     from masw.devices import resolve_device, resolve_dtype
     from masw.engine import Settings
     from masw.gamma import parse
+    from masw.judged import file_digest
     from masw.methods import METHODS, MemoryOptions
-    from masw.provenance import provenance
     from masw.quantise import check_kind
-    from masw.session import ADAPTORS, RunOptions, Session
+    from masw.session import ADAPTORS, RunOptions, Session, adaptor_file, adaptor_for
     from masw.zoo import load_pair
 
     lengths = numbers("contexts", contexts)
@@ -117,8 +117,8 @@ def bench(
     if shape or random_weights or skip_too_large or graphs or limit_s:
         theirs = "--shape, --random-weights, --graphs, --limit-s and --skip-too-large"
         raise UsageError(f"{theirs} belong to --steps-only; add it, or leave them out")
-    names = [m.strip() for part in methods.split(",") for m in (METHODS if part.strip() == "all" else [part]) if m.strip()]
-    asked = core.check_methods(names)
+    words = [word.strip() for word in methods.split(",") if word.strip()]
+    asked = core.check_methods([m for word in words for m in (METHODS if word == "all" else [word])])
     if docs < 1 or repeats < 1:
         raise UsageError(f"--docs and --repeats must be at least 1, not {docs} and {repeats}")
     settings = Settings(max_new_tokens, most)
@@ -134,7 +134,13 @@ def bench(
     results.check_folder(out)
     context.with_resource(alone(out))
     session = Session(load_pair(pair, device=where, dtype=kind))
-    chosen = core.runnable(session, asked, methods.split(","), eagle, _note)
+    chosen = core.runnable(session, asked, words, eagle, _note)
+    draft = session.pair.draft
+    file = adaptor_file(draft.name, stride, adaptor)
+    shapes = [METHODS[m].memory(MemoryOptions(sinks, window, stride)) for m in chosen if m in METHODS]
+    if adaptor not in ADAPTORS and any(found is not None and found.stride for found in shapes):
+        adaptor_for(draft.decoder, draft.name, stride, adaptor)  # of another draft or stride: told now, not by every cell
+    head = session.eagle_head(eagle)[1] if any(m in METHODS and METHODS[m].head for m in chosen) else None
     models = {"draft": session.pair.draft.provenance, "target": session.pair.target.provenance}
     definition = results.Definition(
         pair,
@@ -150,6 +156,8 @@ def bench(
         eagle,
         models,
         adaptive,
+        file_digest(file),
+        file_digest(head),
     )
     found = core.cases(sets, session, lengths, docs, max_new_tokens)
     if not found:
@@ -170,14 +178,19 @@ def bench(
         try:
             job.run()
         finally:
-            head = {"definition": asdict(definition), "provenance": provenance(where, kind), "rates": asdict(rates)}
-            lines = results.write_tables(table, head)
+            lines = results.write_tables(table, definition)
     cells = set(grid)
-    done, failed = len(cells & table.done), [cell for cell in table.standing if cell.error is not None]
+    done, failed = len(cells & table.done), [cell for cell in table.standing if cell.error is not None and cell.key in cells]
     if as_json:
         typer.echo(
             json.dumps(
-                {"lines": [asdict(line) for line in lines], "cells": len(cells), "done": done, "out": str(out), **head},
+                {
+                    "lines": [asdict(line) for line in lines],
+                    "cells": len(cells),
+                    "done": done,
+                    "out": str(out),
+                    **results.heading(table, definition),
+                },
                 default=str,
             )
         )
