@@ -27,6 +27,7 @@ from masw.dense import DenseMemory
 from masw.distil import NOTHING, Passes, Score, head_loss
 from masw.eagle import EagleHead, EagleInfo, before, fused
 from masw.errors import Cancelled, MaswError, UsageError
+from masw.heldout import digest
 from masw.provenance import provenance
 from masw.trainloop import Listener, RunFolder, caught_signals, checked, learning_rate, matmul_parameters, matmul_rate
 
@@ -177,6 +178,7 @@ class _Run:
             )
         texts.blocks(config.length)  # asked now: a text that is too short must not show later
         self.config, self.target, self.texts, self.held, self.folder = config, target, texts, held, folder
+        self.held_digest = digest([] if held is None else [held])
         self.data = [texts.file.sha256[:16]]
         exact = torch.promote_types(target.dtype, torch.float32)
         self.head = EagleHead.copied(target, EagleInfo(config.base), dtype=exact, seed=config.seed).requires_grad_(True)
@@ -300,6 +302,7 @@ class _Run:
         self.folder.cut_log(self.step)
 
     def _take_state(self, state: dict[str, Any]) -> None:
+        self.folder.check_held(state.get("held"), self.held_digest)
         self.head.load_state_dict(state["head"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.best, self.measured = state["step"], state["best"], state["measured"]
@@ -314,6 +317,7 @@ class _Run:
                 "optimiser": self.optimiser.state_dict(),
                 "best": self.best,
                 "measured": self.measured,
+                "held": self.held_digest,
             }
         )
         self._write_head(HEAD_FILE)

@@ -28,7 +28,7 @@ from masw.data import Answers, Texts
 from masw.decoder import Decoder
 from masw.distil import NOTHING, Passes, Score
 from masw.errors import Cancelled, MaswError, UsageError
-from masw.heldout import Baselines, HeldOut, measure
+from masw.heldout import Baselines, HeldOut, digest, measure
 from masw.provenance import provenance
 from masw.quiet import hush
 from masw.recipe import FREE, TrainConfig
@@ -47,6 +47,7 @@ class Result:
     tokens: int
     folder: Path
     measure: dict[str, Any]  # the last measurement, see `measure`
+    stopped_early: bool = False  # by the recipe's patience: the same command has nothing left to do
 
 
 def train(
@@ -137,6 +138,7 @@ class _Run:
         self.optimiser = torch.optim.AdamW(
             self.adaptor.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
+        self.held_digest = digest([rows for each in held for rows in (each.tokens, each.scored)])
         self.step, self.best, self.since_best, self.measured = 0, -1.0, 0, {}  # type: ignore[var-annotated]
         self.unsaved = False
         self.baselines = Baselines()
@@ -171,8 +173,9 @@ class _Run:
             if self._measure_due():
                 self._measure(caught)
             spent = max_seconds is not None and time.monotonic() - started >= max_seconds
-            spent = spent or bool(c.patience and self.since_best >= c.patience)
-            spent, interrupted = self._any(spent), self._any(bool(caught))
+            patient = not (c.patience and self.since_best >= c.patience)
+            spent, early, interrupted = self._any(spent), self._any(not patient), self._any(bool(caught))
+            spent = spent or early
             done = self.step >= end or spent or interrupted
             due = time.monotonic() - saved > c.checkpoint_s or (c.checkpoint_steps and self.step % c.checkpoint_steps == 0)
             if self.rank == 0 and self.unsaved and (done or due):
@@ -184,7 +187,8 @@ class _Run:
                 )
             if done:
                 tokens = curriculum.tokens_before(self.step)
-                return Result(self.result, self.step, curriculum.steps, tokens, self.folder.path, self.measured)
+                early = early and self.step < curriculum.steps
+                return Result(self.result, self.step, curriculum.steps, tokens, self.folder.path, self.measured, early)
             self._advance(rate)
 
     def _advance(self, rate: float) -> None:
@@ -319,6 +323,7 @@ class _Run:
             self.folder.cut_log(self.step)
 
     def _take_state(self, state: dict[str, Any]) -> None:
+        self.folder.check_held(state.get("held"), self.held_digest)
         with torch.no_grad():
             for name, parameter in self.adaptor.named_parameters():
                 parameter.copy_(state["adaptor"][name])
@@ -343,6 +348,7 @@ class _Run:
             "best": self.best,
             "since_best": self.since_best,
             "measured": self.measured,
+            "held": self.held_digest,
         }
         self.folder.save(state)
         self._write_adaptor("adaptor.safetensors")

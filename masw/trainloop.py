@@ -93,10 +93,20 @@ class RunFolder:
             return
         try:
             take(torch.load(path, map_location=device, weights_only=True))
+        except MaswError:  # it can be read, and belongs to another request
+            raise
         except Exception as error:  # torch.load raises a dozen kinds for a damaged file
             raise MaswError(
                 f"the checkpoint {path} cannot be read ({type(error).__name__}); delete it to start the run anew"
             ) from None
+
+    def check_held(self, known: str | None, mine: str) -> None:
+        """Raises UsageError when the run was measured on other held-out rows until now; `known` None: a checkpoint that does not say."""
+        if known is not None and known != mine:
+            raise UsageError(
+                f"{self.path} was measured on other held-out rows, so that its best so far cannot be compared; "
+                "name the same validation text and --eval-rows, or another run"
+            )
 
     def save(self, state: dict[str, Any]) -> None:
         """Replaces the checkpoint, whole or not at all."""

@@ -96,6 +96,23 @@ def test_the_same_command_goes_on(train: Masw, tmp_path: Path) -> None:
     assert code == 0 and "step 6 of 6" in out and len(log(tmp_path / "part")) == 6
 
 
+def test_a_run_without_time_for_a_step_names_no_adaptor(train: Masw, tmp_path: Path) -> None:
+    fixed = ("--out", tmp_path / "run", "--eval-tokens", 0, "--max-steps", 0)
+    code, out, _ = train(*fixed)
+    assert code == 0 and "no adaptor was written: there was time for no step" in out
+    code, out, _ = train(*fixed, "--json")
+    assert json.loads(out.splitlines()[-1])["adaptor"] is None
+
+
+def test_a_run_that_stopped_early_has_nothing_left_to_do(train: Masw, tmp_path: Path) -> None:
+    fixed = ("--out", tmp_path / "run", "--lr", 1e-9, "--eval-tokens", 128, "--patience", 1)
+    code, out, _ = train(*fixed)
+    assert code == 0 and "stopped early, as --patience asks" in out and "goes on" not in out
+    code, out, _ = train(*fixed, "--json")
+    report = json.loads(out.splitlines()[-1])
+    assert (report["finished"], report["stopped_early"]) == (True, True) and report["step"] < report["steps"]
+
+
 def test_a_pair_trains_its_draft(train: Masw, tmp_path: Path) -> None:
     assert train("--pair", "tiny", "--out", tmp_path / "run", "--max-steps", 1)[0] == 0
     assert read_info(tmp_path / "run" / "adaptor.safetensors")[0].base == "tiny-2"

@@ -376,6 +376,19 @@ def test_a_run_of_another_recipe_is_refused(sources: tuple[data.Texts, data.Answ
         run(sources, tmp_path)
 
 
+def test_a_run_measured_on_other_rows_is_refused(sources: tuple[data.Texts, data.Answers], tmp_path: Path) -> None:
+    run(sources, tmp_path, max_steps=1)
+    kept = (tmp_path / "last.pt").read_bytes()
+    other = held_out(*sources, SEPARATOR, length=48, rows=1)
+    with pytest.raises(UsageError, match="measured on other held-out rows"):
+        train(config(), small_decoder(), *sources, other, tmp_path, separator=SEPARATOR)
+    assert (tmp_path / "last.pt").read_bytes() == kept
+    state = torch.load(tmp_path / "last.pt", weights_only=True)
+    del state["held"]  # a checkpoint that does not say goes on
+    torch.save(state, tmp_path / "last.pt")
+    assert train(config(), small_decoder(), *sources, other, tmp_path, separator=SEPARATOR).step > 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_a_checkpoint(
     sources: tuple[data.Texts, data.Answers], tmp_path: Path, number: signal.Signals
@@ -413,7 +426,9 @@ def test_patience_ends_a_run_that_no_longer_improves(
     row = {"set": "s", "method": "masw", "window": 8, "stride": 4, "n": 1, "agreement": 0.5, "nll": 1.0, "kl": 1.0}
     monkeypatch.setattr(training, "measure", lambda *_: [row])
     result = run(sources, tmp_path, recipe=config(eval_tokens=128, patience=2))
-    assert result.step == 2
+    assert result.step == 2 and result.stopped_early
+    again = run(sources, tmp_path, recipe=config(eval_tokens=128, patience=2))
+    assert again.step == 2 and again.stopped_early
     assert [m["best"] for m in log(tmp_path, "measure")] == [True, False, False]
 
 

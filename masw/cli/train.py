@@ -311,19 +311,20 @@ def _tensorboard(folder: Path) -> Callable[[dict[str, Any]], None]:
 
 def _report(result: Result, show: Display) -> dict[str, Any]:
     """The object that --json prints; null where a thing was not measured."""
-    best = result.folder / "best.safetensors"
+    adaptor, best = (result.folder / name for name in ("adaptor.safetensors", "best.safetensors"))
     return {
         "step": result.step,
         "steps": result.steps,
         "tokens": result.tokens,
-        "finished": result.step == result.steps,
+        "finished": result.step == result.steps or result.stopped_early,
+        "stopped_early": result.stopped_early,
         "tokens_per_s": show.tokens_per_s,
         "floor_share": show.last.get("floor_share"),
         "loss": show.loss if show.losses else None,
         "agreement": result.measure.get("agreement"),
         "measure": result.measure.get("rows", []),
         "measured_at_tokens": result.measure.get("tokens"),
-        "adaptor": str(result.folder / "adaptor.safetensors"),
+        "adaptor": str(adaptor) if adaptor.exists() else None,
         "best": str(best) if best.exists() else None,
     }
 
@@ -332,10 +333,13 @@ def _summary(result: Result, show: Display) -> str:
     """Speed, loss and measure come last."""
     from masw.cli.display import columns
 
-    more = "" if result.step == result.steps else "; the same command goes on"
     report = _report(result, show)
+    more = "" if report["finished"] else "; the same command goes on"
+    if result.stopped_early:
+        more = "; stopped early, as --patience asks: the measure grew no better"
+    written = f"adaptor: {report['adaptor']}" if report["adaptor"] else "no adaptor was written: there was time for no step"
     lines = [
-        f"adaptor: {report['adaptor']}" + (f", best: {report['best']}" if report["best"] else ""),
+        written + (f", best: {report['best']}" if report["best"] else ""),
         f"step {result.step:,} of {result.steps:,}, {result.tokens:,} tokens{more}",
     ]
     if result.measure:

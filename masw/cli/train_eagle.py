@@ -120,7 +120,7 @@ def _report(result: EagleResult, show: Display) -> dict[str, Any]:
     """The object that --json prints; null where a thing was not measured."""
     from masw.eagle_train import HEAD_FILE
 
-    best = result.folder / "best.safetensors"
+    head, best = result.folder / HEAD_FILE, result.folder / "best.safetensors"
     return {
         "base": result.head.info.base,
         "step": result.step,
@@ -133,7 +133,7 @@ def _report(result: EagleResult, show: Display) -> dict[str, Any]:
         "agreement": result.measure.get("agreement"),
         "measure": result.measure.get("rows", []),
         "measured_at_tokens": result.measure.get("tokens"),
-        "head": str(result.folder / HEAD_FILE),
+        "head": str(head) if head.exists() else None,
         "best": str(best) if best.exists() else None,
     }
 
@@ -142,8 +142,9 @@ def _summary(result: EagleResult, show: Display) -> str:
     """Speed, loss and measure come last."""
     report = _report(result, show)
     more = "" if report["finished"] else "; the same command goes on"
+    written = f"head: {report['head']}" if report["head"] else "no head was written: there was time for no step"
     lines = [
-        f"head: {report['head']}" + (f", best: {report['best']}" if report["best"] else ""),
+        written + (f", best: {report['best']}" if report["best"] else ""),
         f"step {result.step:,} of {result.steps:,}, {result.tokens:,} tokens{more}",
     ]
     if show.last:
