@@ -140,8 +140,17 @@ def planted_positions(tokenizer: AnyTokenizer, tokens: Sequence[int], planted: s
     return [i for i, (a, b) in enumerate(zip(begins, ends, strict=True)) if b > start and a < start + len(planted)]
 
 
+def check_names(data: Sequence[Path]) -> None:
+    """Raises UsageError for two files of one name, or one called as the planted facts are: they would be one set."""
+    seen = {"recall"}
+    for path in data:
+        if path.stem in seen:
+            raise UsageError(f"two sets would be called '{path.stem}'; rename {path}")
+        seen.add(path.stem)
+
+
 def grid(data: Sequence[Path], tokenizer: AnyTokenizer, contexts: Sequence[int], docs: int, *, recall: bool) -> Iterator[Case]:
-    """Cases of all files and contexts, in order."""
+    """Cases of all files and contexts, in order. A set is called as its file without the ending; see `check_names`."""
     for path in data:
         read = rows(path)
         for context in contexts:

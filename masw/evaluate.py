@@ -289,10 +289,13 @@ def judge_all(
         return Judged.of(case, choices, outcomes)
 
     for case in chosen:
+        found: Judged | Exception
         try:
-            yield case, one(case)
+            found = one(case)
         except Exception as error:  # out of memory for one context must not cost the others
-            yield case, error
+            error.__context__ = None
+            found = error.with_traceback(None)  # whose frames would hold that memory while the next case is judged
+        yield case, found
 
 
 def summarise(results: Iterable[Judged], gammas: Sequence[int]) -> list[Row]:

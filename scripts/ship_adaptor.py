@@ -10,7 +10,6 @@ printed, by context.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 
 from masw.adaptor import SHIPPED_BYTES, Adaptor, rank_that_fits, read_info
 from masw.errors import MaswError, UsageError
+from masw.judged import file_digest
 from masw.session import data_folder
 from masw.zoo import load_pair
 
@@ -45,15 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def ship(options: argparse.Namespace) -> str:
     info, _ = read_info(options.adaptor)
-    found = measured(options.measure, options.adaptor.name)
+    source = file_digest(options.adaptor)
+    found = measured(options.measure, options.adaptor, source)
     out = options.out or data_folder() / "adaptors" / (info.base.replace("/", "--") + ".safetensors")
     if out.exists():
         compare(found, read_info(out)[0].provenance.get("shipped", {}), options.margin, out, options.force)
     decoder = load_pair(info.base, torch.device("cpu"), torch.float32).draft.decoder
     adaptor = Adaptor.load(options.adaptor, decoder, base=info.base)
     rank = rank_that_fits(decoder.config) if options.q_rank is None else options.q_rank
-    with options.adaptor.open("rb") as stream:
-        source = hashlib.file_digest(stream, "sha256").hexdigest()
     staged = out.with_name(out.name + ".staged")
     adaptor.save(staged, q_rank=rank if info.mirror == "qkv" else 0, decoder=decoder, shipped=found, source=source)
     size = staged.stat().st_size
@@ -65,17 +64,20 @@ def ship(options: argparse.Namespace) -> str:
     return f"{out}: {size / 1e6:.1f} MB{note}\n{json.dumps(found)}"
 
 
-def measured(path: Path, name: str) -> dict[str, Any]:
-    """{context: {method: tokens/iter at the first gamma}, ...} and the recovered gap of masw."""
+def measured(path: Path, adaptor: Path, source: str | None) -> dict[str, Any]:
+    """`source`: sha256 of `adaptor`. {context: {method: tokens/iter at the first gamma}, ...} and the recovered gap of masw."""
     try:
         report = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-        rows, files = report["rows"], {a["file"] for a in report["provenance"]["adaptors"].values()}
+        rows, used = report["rows"], list(report["provenance"]["adaptors"].values())
+        files = {f"{a['file']} ({str(a.get('sha256'))[:12]})" for a in used}
+        others = [a for a in used if a.get("sha256") != source]
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise UsageError(f"{path} is not what `masw eval-adaptor --json` prints") from None
     if report.get("partial"):
         raise UsageError(f"{path} is a partial measure; run eval-adaptor to its end")
-    if files != {name} or not any(row["method"] == "masw" for row in rows):
-        raise UsageError(f"{path} measures {', '.join(sorted(map(str, files)))}, not {name}; run eval-adaptor with --adaptor")
+    if others or not any(row["method"] == "masw" for row in rows):
+        mine = f"{adaptor.name} ({str(source)[:12]})"
+        raise UsageError(f"{path} measures {', '.join(sorted(files))}, not {mine}; run eval-adaptor with --adaptor {adaptor}")
     table: dict[str, Any] = {}
     for context in sorted({row["context"] for row in rows}):
         here = [

@@ -126,6 +126,15 @@ def test_bad_measures(masw: Masw, rows: Path, options: tuple[object, ...], phras
     assert out == ""
 
 
+def test_sets_need_names_of_their_own(masw: Masw, rows: Path, tmp_path: Path) -> None:  # noqa: F811
+    for name in (f"other/{rows.name}", "recall.jsonl"):
+        twin = tmp_path / name
+        twin.parent.mkdir(exist_ok=True)
+        twin.write_bytes(rows.read_bytes())
+        code, _, err = masw("eval-adaptor", *SMALL, "--data", rows, "--data", twin)
+        assert code == 2 and f"two sets would be called '{twin.stem}'" in one_line(err)
+
+
 def test_an_adaptor_for_another_draft_or_stride_is_refused(masw: Masw, rows: Path, tmp_path: Path) -> None:  # noqa: F811
     pair = load_pair("tiny", torch.device("cpu"), torch.float32)
     path = tmp_path / "a.safetensors"

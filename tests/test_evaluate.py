@@ -309,6 +309,21 @@ def test_packed_weights_are_measured_as_the_engine_drafts_with_them() -> None:
     assert rows["full", "plain"].kl == 0 < rows["full", "int8"].kl < rows["full", "int4"].kl
 
 
+def test_a_failed_case_holds_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those would keep its KV and logits while the next case is judged."""
+
+    def failing(*args: object) -> object:
+        try:
+            raise ValueError("first")
+        except ValueError:
+            raise RuntimeError("out of memory")  # noqa: B904 (a context is what is wanted)
+
+    monkeypatch.setattr(evaluate, "judge", failing)
+    case = cases.Case("set", "1", 90, tuple(TOKENIZER.encode(WORDS)))
+    ((_, error),) = evaluate.judge_all(session(), [case], [16], [4], lambda r: None, sinks=4, answer_tokens=8)
+    assert isinstance(error, RuntimeError) and error.__traceback__ is None and error.__context__ is None
+
+
 def test_packed_weights_where_there_is_no_kernel_for_them() -> None:
     pair = session()
     chosen = [cases.Case("set", "1", 40, tuple(range(40)))]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from masw.adaptor import Adaptor, AdaptorInfo, read_info
+from masw.judged import file_digest
 from masw.zoo import load_pair
 
 
@@ -24,7 +25,7 @@ def script() -> ModuleType:
     return module
 
 
-def measure(path: Path, speed: float, context: int = 512, file: str = "a.safetensors") -> Path:
+def measure(path: Path, speed: float, adaptor: Path, context: int = 512) -> Path:
     rows = [
         {
             "set": name,
@@ -37,7 +38,8 @@ def measure(path: Path, speed: float, context: int = 512, file: str = "a.safeten
         for name in ("govreport", "qmsum")
         for method, s, gap in (("full", 5.0, None), ("window", 3.0, None), ("masw", speed, (speed - 3) / 2))
     ]
-    path.write_text("a line before\n" + json.dumps({"rows": rows, "provenance": {"adaptors": {"4": {"file": file}}}}) + "\n")
+    used = {"file": adaptor.name, "sha256": file_digest(adaptor)}
+    path.write_text("a line before\n" + json.dumps({"rows": rows, "provenance": {"adaptors": {"4": used}}}) + "\n")
     return path
 
 
@@ -51,8 +53,8 @@ def test_an_adaptor_is_shipped_with_its_measure(script: ModuleType, tmp_path: Pa
     source, out = tmp_path / "a.safetensors", tmp_path / "shipped" / "tiny-2.safetensors"
     adaptor.save(source, tokens=7)
 
-    def ship(*options: str, speed: float = 4.0, **kwargs: Any) -> int:
-        report = measure(tmp_path / "m.json", speed, **kwargs)
+    def ship(*options: str, speed: float = 4.0, of: Path = source, **kwargs: Any) -> int:
+        report = measure(tmp_path / "m.json", speed, of, **kwargs)
         return int(script.main([str(source), "--measure", str(report), "--out", str(out), *options]))
 
     assert ship() == 0
@@ -69,7 +71,9 @@ def test_an_adaptor_is_shipped_with_its_measure(script: ModuleType, tmp_path: Pa
     before = out.read_bytes()
     assert ship(speed=4.01) == 2  # not better by more than noise
     assert ship(context=1024) == 2  # not comparable
-    assert ship(file="b.safetensors") == 2  # the measure of another file
+    other = tmp_path / "other" / source.name  # the measure of another file, called the same
+    adaptor.save(other, tokens=8)
+    assert ship(of=other, speed=5.0) == 2
     assert out.read_bytes() == before and len(list(out.parent.iterdir())) == 1
     assert ship(speed=4.1) == 0 and ship("--force", speed=2.0) == 0
 

@@ -79,6 +79,7 @@ def eval_adaptor(
     if adaptor not in ("auto", "none", "quiet"):
         read_info(Path(adaptor))
     data = list(dict.fromkeys(data))
+    cases.check_names(data)
     for path in data:
         cases.rows(path)
     if out is not None:
@@ -124,7 +125,10 @@ def eval_adaptor(
         raise UsageError("the target answered none of the cases; give other documents")
     partial = progress.partial
     if as_json:
-        adaptors = {str(r): {"file": path.name if path else None, **asdict(a.info)} for r, (a, path) in trained.items()}
+        adaptors = {
+            str(r): {"file": path.name if path else None, "sha256": judged.file_digest(path), **asdict(a.info)}
+            for r, (a, path) in trained.items()
+        }
         about = {
             **provenance(where, draft.decoder.dtype), "pair": pair, "sinks": sinks, "answer_tokens": answer_tokens, "docs": docs,
             "adaptors": adaptors, "models": models,
