@@ -47,6 +47,18 @@ def test_every_page_draws_without_a_model(app: AppTest, page: str) -> None:
     assert not app.exception and app.title[0].value
 
 
+@pytest.mark.parametrize("spoil", ["event", "header"])
+def test_an_uploaded_trace_that_lacks_something_is_one_line(app: AppTest, spoil: str) -> None:
+    header = {"type": "header", "schema": 1, "adaptor": "x" if spoil == "header" else None}
+    event = {"type": "event", "kind": "emit", "who": "target", "round": 1, "at_ms": 1.0, "position": 1, "count": 1}
+    app.run()
+    app.switch_page("views/inspect.py").run()
+    app.file_uploader[0].upload(
+        "bad.jsonl", (json.dumps(header) + "\n" + json.dumps(event) + "\n").encode(), "application/json"
+    ).run()
+    assert not app.exception and "the uploaded trace lacks what masw writes" in html(app)
+
+
 def test_what_a_run_takes_is_said_before_it(app: AppTest) -> None:
     pasted(app)
     shown = html(app)

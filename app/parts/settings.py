@@ -37,8 +37,12 @@ def default_pair() -> str:
 def adaptors() -> dict[str, str]:
     """label -> what a run is given."""
     extra = [p for p in os.environ.get("MASW_APP_ADAPTORS", "").split(os.pathsep) if p]
-    known = {"auto": "auto", "quiet": "quiet", "none": "none"}
-    return known | {p.name: str(p) for p in shipped_adaptors()} | {os.path.basename(p): p for p in extra}
+    found = {"auto": "auto", "quiet": "quiet", "none": "none"}
+    paths = [*map(str, shipped_adaptors()), *extra]
+    names = [os.path.basename(path) for path in paths]
+    for name, path in zip(names, paths, strict=True):  # every training calls its best one best.safetensors
+        found[os.path.join(os.path.basename(os.path.dirname(path)), name) if names.count(name) > 1 else name] = path
+    return found
 
 
 def pair() -> str:
@@ -85,7 +89,7 @@ def options(chosen: list[str]) -> tuple[RunOptions, ...]:
     with st.expander("The draft's memory", expanded=True):
         stride = st.select_slider(
             "r: raw tokens a slot", [2, 4, 8, 16, 32], 8, key="r", bind="query-params", disabled=not compact,
-            help="One memory slot stands for every r tokens that leave the window.",
+            help="One memory slot is written after every r tokens, and stays.",
         )  # fmt: skip
         window = st.select_slider(
             "W: window, tokens", [16, 32, 64, 128, 256, 512, 1024, 2048, 4096], 512, key="W", bind="query-params", disabled=not compact,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import streamlit as st
 from parts import exports, panels, recorded
-from parts.frame import answers, escaped, facts, failure, note
+from parts.frame import answers, escaped, facts, failure, in_plain_words, note
 from parts.player import player
 
 from masw import replay
-from masw.errors import MaswError, plain_words
+from masw.errors import MaswError, UsageError, plain_words
+from masw.metrics import summarise
 from masw.remarks import remarks
 from masw.trace import Trace
 
@@ -54,7 +55,7 @@ def page() -> None:
     def draw(position: int) -> None:
         for column, (name, found) in zip(st.columns(len(stops)), stops.items(), strict=True):
             part = replay.until(traces[name], found[min(position, len(found) - 1)].events)
-            with column:
+            with column, in_plain_words():
                 if len(stops) > 1:
                     st.html(f"<h3>{escaped(name)}</h3>")
                 panels.recorded(part)
@@ -72,6 +73,18 @@ def page() -> None:
     exports.buttons(traces[first], None, "inspect")
 
 
+def _check(trace: Trace) -> None:
+    """Raises UsageError where an event or the header lacks what masw writes."""
+    try:
+        replay.rounds(trace)
+        summarise(trace)
+        remarks(trace.header)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UsageError(
+            f"the uploaded trace lacks what masw writes ({plain_words(error)}); record it again with masw run --trace"
+        ) from None
+
+
 def _runs() -> dict[str, Trace]:
     """Every trace there is: uploaded, of this visitor, shipped."""
     found: dict[str, Trace] = {}
@@ -82,7 +95,7 @@ def _runs() -> dict[str, Trace]:
             if len(data) > LIMIT:
                 raise MaswError(f"the trace is larger than {LIMIT >> 20} MiB; record a shorter run")
             trace = Trace.parse(data.decode("utf-8", "replace"), "the uploaded file")
-            replay.rounds(trace)
+            _check(trace)
             found[UPLOADED] = trace
             if st.session_state.get("uploaded") != file.file_id:  # a new file is what its owner wants to see
                 st.session_state.uploaded, st.session_state.run_a = file.file_id, UPLOADED
