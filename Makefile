@@ -17,7 +17,7 @@ BENCH = $(BIN)/masw bench --max-new-tokens 256
 GRID = --docs $(DOCS) --repeats $(REPEATS) $(SETS:%=--data $(DATA)/%.jsonl)
 STAMP := $(VENV)/.installed
 
-.PHONY: report report-live browser demo test test-slow lint bench bench-paper gpu-bench bench-core train gpu-train ablations eval-adaptor ship results install clean help
+.PHONY: report report-live browser demo app test test-slow lint bench bench-paper gpu-bench bench-core train gpu-train ablations eval-adaptor ship results install clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -84,7 +84,7 @@ gpu-train: $(STAMP) ## one slice of at most 9 minutes of training on a GPU
 eval-adaptor: $(STAMP) ## the measure: make eval-adaptor PAIR=smollm2 ARGS="--data FILE.jsonl --contexts 2k,4k"
 	@$(BIN)/masw eval-adaptor --pair $(PAIR) $(ARGS)
 
-ablations: $(STAMP) ## recipes at equal tokens, resumable, under an hour of one core
+ablations: $(STAMP) ## recipes at equal tokens, resumable, under an hour of one core: make ablations ARGS="--data DIR"
 	@$(BIN)/python scripts/ablations.py $(ARGS)
 
 ship: $(STAMP) ## put a trained adaptor into data/adaptors if it beats the one there

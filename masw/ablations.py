@@ -30,6 +30,10 @@ class Table:
         check_writable(path)
         self.lines = read(path)
 
+    def reread(self) -> None:
+        """Takes up what another process added."""
+        self.lines = read(self.path)
+
     def has(self, key: dict[str, Any]) -> bool:
         """Whether a recipe is there with these very settings."""
         return any(all(line.get(k) == v for k, v in key.items()) for line in self.lines)

@@ -52,7 +52,7 @@ PLAIN: tuple[Part, ...] = ((512, 0.25, (0, 1, 1)), (1024, 0.25, (0, 1, 1)), (204
 TEXT: Part = (1024, 0.5, (0, 1, 0))
 GAMMAS = (5, 8)
 FORWARD_SHARE = 1 / 3  # of the time of a trained token: reading one without teacher and backward pass
-THINNED = 12  # every twelfth document of the shared data: some millions of tokens, more than any budget here
+THINNED = 12  # every twelfth document of the training data: some millions of tokens, more than any budget here
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--windows", default="128", help="W of the measure (default 128)")
     parser.add_argument("--held", default="512x2,2048x1,4096x1", help="LENGTHxROWS of the held-out rows, of each kind")
     parser.add_argument("--answer-tokens", type=int, default=128)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder with train/ and eval/")
+    parser.add_argument("--data", type=Path, help="folder with train/ and eval/; not with --tiny")
     parser.add_argument("--out", type=Path, default=Path("runs/ablations"), help="folder of the trainings")
     parser.add_argument("--results", type=Path, help="the table (default data/results/ablations_PAIR.jsonl)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: as torch decides)")
@@ -205,6 +205,8 @@ def run(options: argparse.Namespace) -> None:
             raise UsageError(f"there is no recipe '{name}'; use {', '.join(RECIPES)}")
     if options.tokens < 1 or options.docs < 1 or options.answer_tokens < 2 or not options.rate > 0:
         raise UsageError("--tokens, --docs and --rate must be above 0 and --answer-tokens at least 2")
+    if options.data is None and not options.tiny and not options.plan:
+        raise UsageError("--data names the folder with train/ and eval/ (docs/TRAINING.md); --tiny needs none, --plan neither")
     if options.threads:
         torch.set_num_threads(options.threads)
     setting = setting_of(options)
@@ -237,7 +239,8 @@ def run(options: argparse.Namespace) -> None:
         sources, evaluated = tiny_data(options.out / "data") if options.tiny else shared_data(options.data, options.out / "data")
         for path in evaluated:
             cases.rows(path)
-        with alone(options.out):
+        with alone(options.out), alone(table.path):  # which each recipe replaces as a whole
+            table.reread()
             lab = Lab(setting, sources, evaluated, options.out, options.device, options.dtype)
             for name in waiting:
                 with clock.timing(name):
