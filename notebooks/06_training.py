@@ -14,7 +14,7 @@
 # %% [markdown]
 # # What training gives a slot
 #
-# The adaptor is all that is trained: mirrored K/V projections, one pair a layer. Its learning curve from recorded logs, what is known about starts and recipes, and a short training done now (live mode).
+# The adaptor is all that is trained: mirrored K and V projections of each layer, and in the adaptors that ship a mirrored Q. Its learning curve from recorded logs, what is known about starts and recipes, and a short training done now (live mode).
 
 # %% tags=["parameters"]
 from typing import Literal
@@ -37,7 +37,7 @@ lesson = start(globals())
 # %% [markdown]
 # ## 1 Learning curves, recorded
 #
-# Agreement: how often the draft's first choice is that of the same model with its full cache. That is what acceptance counts, so it is the measure; loss is the wrong judge. `copy` started from a plain copy of the projections, as the paper does; `quiet` from slots that no query looks at. `mean` is the last 1.10M tokens of an earlier adaptor, whose slots read the mean of the tokens that they close: it goes on from one of 560K tokens, at a rate that falls, on the distance to the full cache alone. `last` is the adaptor that comes with masw: a copy whose slots read the last token that they close, also on that distance alone. Each run was measured on its own held-out rows, at steps of its own: a mark is such a measurement, and the thin line of `copy` goes on after its last mark because that run was stopped before the next.
+# Agreement: how often the draft's first choice is that of the same model with its full cache. That is what acceptance counts, so it is the measure; loss is the wrong judge. `copy` started from a plain copy of the projections, as the paper does; `quiet` from slots that no query looks at. `mean` is the last 1.10M tokens of an earlier adaptor, whose slots read the mean of the tokens that they close: it goes on from one of 560K tokens, at a rate that falls, on the distance to the full cache alone. `last` is a copy whose slots read the last token that they close, also on that distance alone: for smollm2 the first 401K of the 1.5M tokens of the adaptor that ships, whose later runs are told in docs/LOG.md and not drawn. Each run was measured on its own held-out rows, at steps of its own: a mark is such a measurement, and the thin line of `copy` goes on after its last mark because that run was stopped before the next.
 
 # %%
 logs = lesson.training()

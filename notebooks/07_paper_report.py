@@ -125,7 +125,7 @@ show(
 )
 
 # %% [markdown]
-# **Takeaway.** "answers (n)" counts the target's answers behind tokens per iteration. Each recipe saw the same number of tokens, far too few to reach what the paper's adaptors reach (its stage 1 alone is 2B tokens), so it says where recipes start, not where they end: copy far before random, the last token as slot input before the others, and all but that one still below the window without slots in agreement. Rows that say "not measured yet" are missing, and nothing should be read into them.
+# **Takeaway.** "answers (n)" counts the target's answers behind tokens per iteration. Each recipe saw the same number of tokens, far too few to reach what the paper's adaptors reach (its stage 1 alone is 2B tokens), so it says where recipes start, not where they end: copy far before random, the last token as slot input before the others, and at 2,048 and 4,096 tokens all but that one still below the window without slots in agreement. Rows that say "not measured yet" are missing, and nothing should be read into them.
 
 # %%
 headline("ablations measured", len(compared), "rows")
@@ -160,7 +160,7 @@ headline("rows on recall", len(recalled), "rows")
 show(figures.method_table(PAPER, title="Reported by the paper (arXiv 2608.30252)", template=template))
 
 # %% [markdown]
-# **Takeaway.** Differences that should be kept in mind: this project's default pair is 0.5B and 1.5B on a CPU; its answers are short; its adaptors have been trained on a thousandth of the paper's tokens; prefill of draft and target run one after the other.
+# **Takeaway.** Differences that should be kept in mind: this project's default pair is 0.5B and 1.5B on a CPU; its answers are short; its adaptors have been trained on less than a thousandth of the paper's tokens; prefill of draft and target run one after the other.
 
 # %%
 assert any(row["method"] == "MASW" for row in PAPER)
