@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,14 @@ def test_every_page_draws_without_a_model(app: AppTest, page: str) -> None:
     app.run()
     app.switch_page(f"views/{page}.py").run()
     assert not app.exception and app.title[0].value
+
+
+def test_adaptors_of_one_name_are_told_apart(app: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = ["runs/one/best.safetensors", "runs/two/best.safetensors", "runs/one/other.safetensors"]
+    monkeypatch.setenv("MASW_APP_ADAPTORS", os.pathsep.join(paths))
+    app.run()
+    offered = app.selectbox(key="adaptor").options
+    assert {os.path.join("one", "best.safetensors"), os.path.join("two", "best.safetensors"), "other.safetensors"} <= set(offered)
 
 
 @pytest.mark.parametrize("spoil", ["event", "header"])
