@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from masw.decoder import Decoder
+from masw.gamma import DRAFT, Offer
 from masw.memory import Memory, on_device
 from masw.prefill import Reader
 from masw.recorder import Recorder
@@ -54,10 +55,21 @@ class Drafter(Protocol):
         """Reads the prompt; None when there is nothing to read."""
         ...
 
+    def offers(self, sequence: Sequence[int], recorder: Recorder) -> Sequence[Offer]:
+        """Ways to draft what continues `sequence`, the preferred one first; none where there is nothing to propose."""
+        ...
+
     def propose(
-        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+        self,
+        sequence: Sequence[int],
+        gamma: int,
+        recorder: Recorder,
+        stop: Callable[[], bool],
+        least: float = 0.0,
+        offer: Offer | None = None,
     ) -> Proposal:
-        """Up to `gamma` tokens that continue `sequence` (accepted tokens, the last one not yet read by the target).
+        """Up to `gamma` tokens that continue `sequence` (accepted tokens, the last one not yet read by the target), in one of the ways
+        that it `offers`; None: the preferred one.
 
         A block ends early after the token with which the product of its q falls below `least`: what would follow is not worth
         its step. That depends on tokens drafted before, never on the one that is or is not drafted, so each position that is reached
@@ -79,8 +91,17 @@ class NoDraft:
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         return None
 
+    def offers(self, sequence: Sequence[int], recorder: Recorder) -> Sequence[Offer]:
+        return ()
+
     def propose(
-        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+        self,
+        sequence: Sequence[int],
+        gamma: int,
+        recorder: Recorder,
+        stop: Callable[[], bool],
+        least: float = 0.0,
+        offer: Offer | None = None,
     ) -> Proposal:
         return Proposal([])
 
@@ -105,8 +126,17 @@ class ModelDraft:
         self.memory.prompt_ends(len(prompt))
         return Reader("draft", self._decoder, self.memory, prompt, recorder, chunk)
 
+    def offers(self, sequence: Sequence[int], recorder: Recorder) -> Sequence[Offer]:
+        return (DRAFT,)
+
     def propose(
-        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+        self,
+        sequence: Sequence[int],
+        gamma: int,
+        recorder: Recorder,
+        stop: Callable[[], bool],
+        least: float = 0.0,
+        offer: Offer | None = None,
     ) -> Proposal:
         tokens: list[int] = []
         confidence: list[float] = []

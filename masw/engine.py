@@ -121,9 +121,10 @@ def generate(
     while finish is None:
         recorder.round += 1
         with recorder.span() as whole:
-            gamma = pace.choose(limit - len(sequence) - 1)
             with recorder.span() as drafting:
-                proposal = drafter.propose(sequence, gamma, recorder, stop, max(settings.least, pace.least))
+                choice = pace.choose(limit - len(sequence) - 1, drafter.offers(sequence, recorder))
+                least = max(settings.least, pace.least)
+                proposal = drafter.propose(sequence, choice.gamma, recorder, stop, least, choice.offer)
             if stop():
                 drafter.settle(len(sequence))  # it may have read the last token; that is accepted text
                 finish = "cancelled"
@@ -131,7 +132,7 @@ def generate(
             with recorder.span() as verifying:
                 logits = target.verify([sequence[-1], *proposal.tokens])
             rows, held = 1 + len(proposal.tokens), target.memory.live_nbytes
-            recorder.add("verify", "target", len(sequence) - 1, rows, ms=verifying.ms, nbytes=held, gamma=gamma)
+            recorder.add("verify", "target", len(sequence) - 1, rows, ms=verifying.ms, nbytes=held, gamma=choice.gamma)
             verdict, p = judge(logits, proposal, settings.sampling, random)
             emitted = [*proposal.tokens[: verdict.accepted], verdict.token]
             ended = next((i for i, token in enumerate(emitted) if token in settings.eos_ids), None)
@@ -149,7 +150,7 @@ def generate(
             if observer is not None and target.hidden is not None:
                 observer.observe(target.hidden[: len(emitted)])
             drafter.settle(len(sequence) - 1)
-        pace.learn(len(proposal.tokens), accepted, drafting.ms, verifying.ms, whole.ms)
+        pace.learn(len(proposal.tokens), accepted, drafting.ms, verifying.ms, whole.ms, choice.offer)
         recorder.add("upkeep", "engine", len(sequence) - len(emitted), 0, ms=whole.ms - drafting.ms - verifying.ms)
         recorder.add("emit", "engine", len(sequence) - len(emitted), len(emitted), ms=whole.ms, tokens=emitted, roles=list(roles))
         yield Round(tuple(emitted), roles, tuple(proposal.tokens), accepted, finish)

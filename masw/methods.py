@@ -64,10 +64,12 @@ METHODS: dict[str, Method] = {
         Method("hybrid", "draft with sinks + window + slots + most attended prompt entries", _hybrid),
         Method("eagle", "one-layer head on the target's features (EAGLE)", lambda o: MemoryShape(), head=True),
         Method("lookup", "copies what followed the same words earlier", copies=True),
-        Method("full+lookup", "copies, else a draft with its full KV cache", lambda o: MemoryShape(), copies=True),
+        Method(
+            "full+lookup", "copies where words recur, else a draft with its full KV cache", lambda o: MemoryShape(), copies=True
+        ),
         Method(
             "masw+lookup",
-            "copies, else a draft with sinks + window + slots",
+            "copies where words recur, else a draft with sinks + window + slots",
             lambda o: MemoryShape(o.sinks, o.window, o.stride),
             copies=True,
         ),

@@ -41,7 +41,7 @@ differ from table to table, and so do the adaptors that shipped when a table was
 
 
 def page(results: Path) -> str:
-    parts = [HEAD, *grids(results), *adaptors(results), *steps(results), *heads(results)]
+    parts = [HEAD, *grids(results), *adaptors(results), *core(results), *steps(results), *heads(results)]
     return "\n".join(parts)
 
 
@@ -200,6 +200,26 @@ def _memories(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
             f"{context:,}", dash(window), dash(stride), weights, f"`{method}`", str(mean["n"]), number(mean["5"]), number(mean["8"]),
             f"{mean['agreement']:.3f}", f"{mean['kl']:.2f}", number(retention), number(gap),
         ]  # fmt: skip
+
+
+def core(results: Path) -> Iterator[str]:
+    """What `make bench-core` printed: ratios of the core's parts, each pair of times from one run."""
+    for path in sorted(results.glob("core_*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        where = machine({"provenance": found["provenance"], "rates": found["machine"]})
+        yield "## The core beside its floors\n"
+        yield (
+            f"`make bench-core`, batch 1: what is compared takes turns, and a ratio is the median of the paired ones. {where}; "
+            f"transformers {found['provenance']['transformers']} (`{path.name}`).\n"
+        )
+        body = [
+            [
+                r["what"], number(r["ours"], 1), number(r["other"], 1), r["unit"], number(r["floor"], 1), number(r["ratio"], 3),
+                " to ".join(number(q, 3) for q in r["quartiles"] or ()), r["goal"], {True: "yes", False: "no"}.get(r["met"], ""),
+            ]
+            for r in found["rows"]
+        ]  # fmt: skip
+        yield table(["what", "ours", "other", "unit", "floor", "ratio", "quartiles", "goal", "met"], body)
 
 
 def steps(results: Path) -> Iterator[str]:

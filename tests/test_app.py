@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from masw import export, replay, whatif
 from masw.config import MemoryShape
+from masw.gamma import Adaptive
 from masw.metrics import summarise
 from masw.trace import Event, Trace
 from masw.whatif import SHAPES, Setting
@@ -98,6 +99,18 @@ def test_a_second_question_says_what_was_not_read_again(app: AppTest) -> None:
     assert app.button(key="run").label == "Ask about the same document"
     app.button(key="run").click().run()
     run_until(app, lambda: "for an earlier question" in html(app))
+
+
+def test_gamma_can_be_left_to_the_run(app: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("masw.engine.Adaptive", lambda most: made.append(most) or Adaptive(most))
+    app.query_params["auto"] = "true"
+    app.query_params["method"] = "masw+lookup"
+    pasted(app)
+    assert app.toggle(key="auto").value
+    app.button(key="run").click().run()
+    run_until(app, lambda: bool(app.get("download_button")))
+    assert not app.exception and made == [5]
 
 
 def test_an_odd_combination_is_one_line_on_the_page(app: AppTest) -> None:
@@ -191,6 +204,7 @@ EXTREMES = [
     {"method": "none", "tokens": 8, "temperature": 2.0, "top_p": 0.05, "seed": 2**31 - 1},
     {"method": "snapkv", "tokens": 8, "W": 4096, "r": 2},
     {"method": "masw+lookup", "tokens": 8, "weights": "int4", "W": 16, "r": 32},
+    {"method": "full+lookup", "tokens": 24, "gamma": 16, "auto": True},
 ]
 
 

@@ -9,6 +9,8 @@ import torch
 
 from masw.cascade import CascadeDraft
 from masw.drafters import ModelDraft
+from masw.gamma import DRAFT as DRAFTED
+from masw.gamma import Offer
 from masw.recorder import Recorder
 from masw.verify import Sampling
 from tests.helpers import drafter_for, noisy, random_tokens, tiny_config, tiny_decoder
@@ -31,10 +33,23 @@ def test_copies_where_the_text_repeats_and_drafts_elsewhere() -> None:
     drafter.settle(len(repeating))
     assert drafter.memory.length == 0
 
-    fresh = [*repeating, 1, 2]  # nothing of three tokens recurs: the model reads all it has missed, then drafts
+    fresh = [*repeating, 1, 2]  # nothing of two tokens recurs: the model reads all it has missed, then drafts
     proposal = drafter.propose(fresh, 3, recorder, STOP)
     assert proposal.tokens == model.propose(fresh, 3, recorder, STOP).tokens
     assert drafter.memory.length == len(fresh) + 2 and drafter.memory.committed == len(fresh)
+
+
+def test_offers_what_it_prefers_first() -> None:
+    recorder = Recorder({}, torch.device("cpu"))
+    drafter = drafter_for("full+lookup", DRAFT)
+    text = [5, 6, 7, 8]
+    assert drafter.offers(text, recorder) == (DRAFTED,)
+    assert drafter.offers([*text, 6], recorder) == (DRAFTED, Offer(True, 1))  # one token recurs by chance
+    assert drafter.offers([*text, 6, 7], recorder) == (Offer(True, 2), DRAFTED)
+    assert drafter.propose([*text, 6, 7], 1, recorder, STOP, offer=Offer(True, 2)).tokens == [8]
+    with torch.no_grad():
+        drafted = drafter.propose([*text, 6, 7], 1, recorder, STOP, offer=DRAFTED).tokens
+        assert drafted == drafter_for("full", DRAFT).propose([*text, 6, 7], 1, recorder, STOP).tokens
 
 
 @torch.no_grad()

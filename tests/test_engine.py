@@ -17,6 +17,7 @@ from masw.eagle import before
 from masw.eagle_draft import EagleDraft
 from masw.engine import Settings, Target, generate
 from masw.errors import UsageError
+from masw.gamma import Offer
 from masw.memory import Memory
 from masw.methods import HYBRID, METHODS, MemoryOptions, method_named
 from masw.prefill import Progress, Reader
@@ -484,11 +485,20 @@ class Sometimes:
     def reader(self, prompt: Sequence[int], recorder: Recorder, chunk: int) -> Reader | None:
         return self.inner.reader(prompt, recorder, chunk)
 
+    def offers(self, sequence: Sequence[int], recorder: Recorder) -> Sequence[Offer]:
+        return self.inner.offers(sequence, recorder)
+
     def propose(
-        self, sequence: Sequence[int], gamma: int, recorder: Recorder, stop: Callable[[], bool], least: float = 0.0
+        self,
+        sequence: Sequence[int],
+        gamma: int,
+        recorder: Recorder,
+        stop: Callable[[], bool],
+        least: float = 0.0,
+        offer: Offer | None = None,
     ) -> Proposal:
         self.round += 1
-        return self.inner.propose(sequence, 0 if self.round in self.skips else gamma, recorder, stop, least)
+        return self.inner.propose(sequence, 0 if self.round in self.skips else gamma, recorder, stop, least, offer)
 
     def settle(self, length: int) -> None:
         self.inner.settle(length)

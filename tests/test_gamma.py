@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 import pytest
 
 from masw.errors import UsageError
-from masw.gamma import GRACE, LONGEST_GAP, MOST, MOST_LEAST, SHARE, Adaptive, Fixed, Gamma, best, between, parse
+from masw.gamma import (
+    DRAFT,
+    GRACE,
+    LONGEST_GAP,
+    MOST,
+    MOST_LEAST,
+    SHARE,
+    Adaptive,
+    Choice,
+    Fixed,
+    Gamma,
+    Offer,
+    best,
+    between,
+    parse,
+)  # fmt: skip
 
 
 @dataclass
@@ -30,7 +46,7 @@ class Machine:
         """Tokens per ms."""
         random, missed = Random(self.seed), 0
         for index in range(rounds):
-            block = gamma.choose(64)
+            block = gamma.choose(64).gamma
             kept = 0
             while kept < block and random.random() < self.acceptance(index):
                 kept += 1
@@ -108,26 +124,26 @@ def test_a_draft_that_never_pays_is_still_fed() -> None:
 
 def test_first_rounds_measure_both_ways() -> None:
     pace = Adaptive()
-    assert pace.choose(3) == 3 and Adaptive().choose(0) == 0
+    assert pace.choose(3).gamma == 3 and Adaptive().choose(0).gamma == 0
     pace.learn(3, 3, 3.0, 12.0, 15.0)
-    assert pace.choose(8) == 0
+    assert pace.choose(8).gamma == 0
     pace.learn(0, 0, 0.0, 10.0, 10.0)
-    assert pace.choose(8) == 8 and pace.choose(2) == 2
+    assert pace.choose(8).gamma == 8 and pace.choose(2).gamma == 2
     for _ in range(64):
-        assert pace.choose(8) > 0
+        assert pace.choose(8).gamma > 0
         pace.learn(8, 8, 8.0, 12.0, 20.0)
-    assert pace.choose(8) == 0  # what a plain round takes is looked at again
+    assert pace.choose(8).gamma == 0  # what a plain round takes is looked at again
 
 
 def test_a_drafter_with_nothing_to_propose() -> None:
     """Prompt lookup without a match yet: it is asked again."""
     pace = Adaptive()
     for _ in range(300):
-        assert pace.choose(8) == 8
+        assert pace.choose(8).gamma == 8
         pace.learn(0, 0, 0.01, 10.0, 10.0)
     pace.learn(8, 8, 0.01, 12.0, 12.0)
-    assert pace.choose(8) == 8
-    assert Fixed(5).choose(8) == 5 and Fixed(5).choose(2) == 2
+    assert pace.choose(8).gamma == 8
+    assert Fixed(5).choose(8).gamma == 5 and Fixed(5).choose(2).gamma == 2
 
 
 def test_best_by_hand() -> None:
@@ -164,3 +180,65 @@ def test_a_block_goes_on_while_a_token_saves_more_than_it_costs() -> None:
     for _ in range(50):
         gamma.learn(1, 0, draft_ms=9.0, verify_ms=1.0, round_ms=10.0)
     assert gamma.least == MOST_LEAST
+
+
+# ---- several ways to draft
+
+
+COPY = Offer(copied=True, match=2)
+
+
+def mixed(
+    model: float, copies: float, allowed: tuple[Offer, ...] = (COPY, DRAFT), rounds: int = 2000, seed: int = 0
+) -> tuple[Adaptive, list[tuple[Offer, int]], float]:
+    """A text where every second round may copy: the pace, its choices, tokens per ms. A model's token takes 2 ms, a pass 10."""
+    pace, random, choices, tokens, ms = Adaptive(), Random(seed), [], 0, 0.0
+    for index in range(rounds):
+        choice = pace.choose(64, [o for o in allowed if index % 2 or not o.copied])
+        acceptance, kept = copies if choice.offer.copied else model, 0
+        while kept < choice.gamma and random.random() < acceptance:
+            kept += 1
+        drafting, verifying = 0.0 if choice.offer.copied else 2.0 * choice.gamma, flat(choice.gamma + 1)
+        pace.learn(choice.gamma, kept, drafting, verifying, drafting + verifying, choice.offer)
+        choices.append((choice.offer, choice.gamma))
+        tokens, ms = tokens + kept + 1, ms + drafting + verifying
+    return pace, choices, tokens / ms
+
+
+def test_copies_and_drafts_are_judged_apart() -> None:
+    """A model that is mostly wrong is left, while copies that are right go on, and the other way round."""
+    _, choices, fast = mixed(model=0.1, copies=0.8)
+    assert sum(o.copied for o, g in choices if g) > 800
+    assert fast > 0.95 * mixed(model=0.1, copies=0.8, allowed=(COPY,))[2] > 1.5 / flat(1)
+
+    _, choices, fast = mixed(model=0.8, copies=0.02)
+    assert sum(not o.copied for o, g in choices if g) > 1700
+    assert fast > 0.95 * mixed(model=0.8, copies=0.02, allowed=(DRAFT,))[2] > 1.5 / flat(1)
+
+
+def test_the_better_of_two_offers_is_taken() -> None:
+    _, choices, _ = mixed(model=0.7, copies=0.7)
+    assert sum(o.copied for o, g in choices[1::2] if g) > 900  # as good, and free
+    _, choices, _ = mixed(model=0.9, copies=0.2)
+    assert sum(not o.copied for o, g in choices[1::2] if g) > 900
+
+
+def test_without_an_offer_nothing_is_drafted() -> None:
+    pace = Adaptive()
+    assert pace.choose(8, ()).gamma == 0
+    pace.learn(0, 0, 0.0, 10.0, 10.0)
+    assert pace.choose(8, (COPY,)) == Choice(8, COPY)
+    assert Fixed(5).choose(8, (COPY, DRAFT)) == Choice(5, COPY)
+
+
+def test_a_model_is_fed_now_and_then_while_copies_pay() -> None:
+    pace = Adaptive()
+    rounds = []
+    for index in range(3 * LONGEST_GAP):
+        choice = pace.choose(8, (COPY, DRAFT))
+        kept = choice.gamma if choice.offer.copied else 0
+        drafting = 0.0 if choice.offer.copied else 4.0 * choice.gamma
+        pace.learn(choice.gamma, kept, drafting, 10.0, 10.0 + drafting, choice.offer)
+        if choice.gamma and not choice.offer.copied:
+            rounds.append(index)
+    assert rounds[0] == 0 and len(rounds) > 2 and max(b - a for a, b in pairwise(rounds)) <= LONGEST_GAP + 2

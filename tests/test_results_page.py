@@ -52,6 +52,18 @@ def test_means_and_gaps_are_those_of_the_rows(script: dict[str, Any], tmp_path: 
     assert "| 64 | - | - | plain | `full` | 4 | 7.50 | 5.00 | 0.500 | 0.10 | 1.00 |  |" in text
 
 
+def test_ratios_of_the_core_stand_beside_their_goals(script: dict[str, Any], tmp_path: Path) -> None:
+    row = {"part": "verify", "what": "verify of 6 tokens", "ours": 220.0, "other": 200.0, "unit": "ms", "ratio": 1.1, "quartiles": [1.05, 1.2],
+           "goal": "<= 1.5", "floor": 190.0, "met": True}  # fmt: skip
+    bare = row | {"what": "share", "other": None, "quartiles": None, "floor": None, "met": None, "goal": ""}
+    where = {"device": "d", "threads": 2, "created": "2026-12-01T00:00", "commit": "c", "transformers": "5"}
+    found = {"rows": [row, bare], "machine": {"bytes_per_s": 2e10, "flops_per_s": 1e12}, "provenance": where}
+    (tmp_path / "core_p.json").write_text(json.dumps(found))
+    text = script["page"](tmp_path)
+    assert "| verify of 6 tokens | 220.0 | 200.0 | ms | 190.0 | 1.100 | 1.050 to 1.200 | <= 1.5 | yes |" in text
+    assert "| share | 220.0 |  | ms |  | 1.100 |  |  |  |" in text and "20.0 GB/s and 1.00 TFLOP/s measured" in text
+
+
 def test_no_results_make_a_page_without_tables(script: dict[str, Any], tmp_path: Path) -> None:
     assert "|" not in script["page"](tmp_path)
 

@@ -86,6 +86,11 @@ def options(chosen: list[str]) -> tuple[RunOptions, ...]:
         "γ: drafted tokens a round", 1, 16, 5, key="gamma", bind="query-params", disabled=not drafting,
         help="The target checks all of them in one pass. A block and the slots in it must fit the rollback window of 16 tokens.",
     )  # fmt: skip
+    adaptive = st.toggle(
+        "γ as pays, at most so many", key="auto", bind="query-params", disabled=not drafting,
+        help="Each round drafts as many tokens as pay on the times and the acceptance of the rounds before, none where none do. A method "
+        "that can draft or copy takes what has paid more.",
+    )  # fmt: skip
     with st.expander("The draft's memory", expanded=True):
         stride = st.select_slider(
             "r: raw tokens a slot", [2, 4, 8, 16, 32], 8, key="r", bind="query-params", disabled=not compact,
@@ -121,7 +126,7 @@ def options(chosen: list[str]) -> tuple[RunOptions, ...]:
             help="Draw from the likeliest tokens that together reach p.",
         )  # fmt: skip
         seed = int(st.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", disabled=temperature == 0))
-    settings = Settings(new, gamma, Sampling(float(temperature), 0, float(top_p), seed))
+    settings = Settings(new, gamma, Sampling(float(temperature), 0, float(top_p), seed), adaptive=adaptive)
     memory = MemoryOptions(sinks, int(window), int(stride))
     return tuple(RunOptions(m, memory, settings, names[adaptor], str(weights)) for m in chosen)
 

@@ -36,14 +36,18 @@ def run(
         str,
         typer.Option(
             help="Who drafts, with what memory: masw | full | window | snapkv | hybrid | eagle (a head) | lookup (copies from the "
-            "text) | full+lookup | masw+lookup (copies first) | none."
+            "text) | full+lookup | masw+lookup (copies where words recur) | none."
         ),
     ] = "masw",
     task: Annotated[
         str | None, typer.Option(help='summarize | continue | question "...". Default: summarize, or question when one is given.')
     ] = None,
     gamma: Annotated[
-        str, typer.Option(help="Drafted tokens per verify pass, or auto: as many each round as pays on measured times, 0 to 8.")
+        str,
+        typer.Option(
+            help="Drafted tokens per verify pass, or auto: as many each round as pays on measured times and acceptance, 0 to 8; "
+            "drafted or copied, where a method can do both."
+        ),
     ] = "5",
     least: Annotated[
         float, typer.Option(help="End a block early once the draft gives it less than this probability; 0: never.")
