@@ -53,8 +53,10 @@ def test_means_and_gaps_are_those_of_the_rows(script: dict[str, Any], tmp_path: 
 
 
 def test_ratios_of_the_core_stand_beside_their_goals(script: dict[str, Any], tmp_path: Path) -> None:
-    row = {"part": "verify", "what": "verify of 6 tokens", "ours": 220.0, "other": 200.0, "unit": "ms", "ratio": 1.1, "quartiles": [1.05, 1.2],
-           "goal": "<= 1.5", "floor": 190.0, "met": True}  # fmt: skip
+    row = {
+        "part": "verify", "what": "verify of 6 tokens", "ours": 220.0, "other": 200.0, "unit": "ms", "ratio": 1.1,
+        "quartiles": [1.05, 1.2], "goal": "<= 1.5", "floor": 190.0, "met": True,
+    }  # fmt: skip
     bare = row | {"what": "share", "other": None, "quartiles": None, "floor": None, "met": None, "goal": ""}
     where = {"device": "d", "threads": 2, "created": "2026-12-01T00:00", "commit": "c", "transformers": "5"}
     found = {"rows": [row, bare], "machine": {"bytes_per_s": 2e10, "flops_per_s": 1e12}, "provenance": where}
