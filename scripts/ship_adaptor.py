@@ -4,7 +4,8 @@
     python scripts/ship_adaptor.py runs/NAME/best.safetensors --measure measure.json
 
 The file keeps the provenance of its training and gains the measure: means over sets, windows and strides of what `eval-adaptor`
-printed, by context.
+printed, by context. It is compared with the measure that the adaptor in its place came with, or with a later one of that adaptor
+(`--against`), if both are of the same cases.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("adaptor", type=Path, help="file of a training")
     parser.add_argument("--measure", type=Path, required=True, help="what eval-adaptor --json printed for that very file")
+    parser.add_argument(
+        "--against", type=Path, help="the same of the adaptor that it would replace; default: what that came with"
+    )
     parser.add_argument("--out", type=Path, help="default: data/adaptors/BASE.safetensors")
     parser.add_argument("--q-rank", type=int, help="rank of a mirrored Q's difference; default: the largest that fits")
     parser.add_argument("--margin", type=float, default=0.02, help="tokens/iter that it must be better by (default 0.02)")
@@ -49,7 +53,12 @@ def ship(options: argparse.Namespace) -> str:
     found = measured(options.measure, options.adaptor, source)
     out = options.out or data_folder() / "adaptors" / (info.base.replace("/", "--") + ".safetensors")
     if out.exists():
-        compare(found, read_info(out)[0].provenance.get("shipped", {}), options.margin, out, options.force)
+        known = (
+            measured(options.against, out, file_digest(out))
+            if options.against
+            else read_info(out)[0].provenance.get("shipped", {})
+        )
+        compare(found, known, options.margin, out, options.force)
     decoder = load_pair(info.base, torch.device("cpu"), torch.float32).draft.decoder
     adaptor = Adaptor.load(options.adaptor, decoder, base=info.base)
     rank = rank_that_fits(decoder.config) if options.q_rank is None else options.q_rank
@@ -101,6 +110,14 @@ def compare(new: dict[str, Any], old: dict[str, Any], margin: float, out: Path, 
         return
     if not common:
         raise UsageError(f"{out} was measured at {', '.join(old)}, this one at {', '.join(new)}: measure at the same, or --force")
+    for context in common:
+        mine, theirs = (table[context]["tokens_per_iteration"] for table in (new, old))
+        # No adaptor is part of these, so that on the same answers, windows and strides they are the same.
+        if any(abs(mine[m] - theirs[m]) > 0.005 for m in ("full", "window", "window-equal") if m in mine and m in theirs):
+            raise UsageError(
+                f"{out} was measured on other answers, windows or strides at {context} tokens: measure it as this one with --adaptor {out}, "
+                "and pass that as --against; or --force"
+            )
     better = [new[c]["tokens_per_iteration"]["masw"] - old[c]["tokens_per_iteration"]["masw"] for c in common]
     if fmean(better) < margin:
         raise UsageError(f"{fmean(better):+.3f} tokens/iter against {out} is not better by {margin}; keep training, or --force")

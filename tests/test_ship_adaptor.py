@@ -25,7 +25,7 @@ def script() -> ModuleType:
     return module
 
 
-def measure(path: Path, speed: float, adaptor: Path, context: int = 512) -> Path:
+def measure(path: Path, speed: float, adaptor: Path, context: int = 512, full: float = 5.0) -> Path:
     rows = [
         {
             "set": name,
@@ -36,7 +36,7 @@ def measure(path: Path, speed: float, adaptor: Path, context: int = 512) -> Path
             "recovered_gap": gap,
         }
         for name in ("govreport", "qmsum")
-        for method, s, gap in (("full", 5.0, None), ("window", 3.0, None), ("masw", speed, (speed - 3) / 2))
+        for method, s, gap in (("full", full, None), ("window", 3.0, None), ("masw", speed, (speed - 3) / 2))
     ]
     used = {"file": adaptor.name, "sha256": file_digest(adaptor)}
     path.write_text("a line before\n" + json.dumps({"rows": rows, "provenance": {"adaptors": {"4": used}}}) + "\n")
@@ -71,11 +71,19 @@ def test_an_adaptor_is_shipped_with_its_measure(script: ModuleType, tmp_path: Pa
     before = out.read_bytes()
     assert ship(speed=4.01) == 2  # not better by more than noise
     assert ship(context=1024) == 2  # not comparable
+    assert ship(speed=4.5, full=5.5) == 2  # on other answers
+    against = measure(tmp_path / "old.json", 4.45, out, full=5.5)
+    assert ship("--against", str(against), speed=4.46, full=5.5) == 2
+    assert (
+        ship("--against", str(measure(tmp_path / "old.json", 4.45, source, full=5.5)), speed=4.6, full=5.5) == 2
+    )  # not of that file
     other = tmp_path / "other" / source.name  # the measure of another file, called the same
     adaptor.save(other, tokens=8)
     assert ship(of=other, speed=5.0) == 2
     assert out.read_bytes() == before and len(list(out.parent.iterdir())) == 1
     assert ship(speed=4.1) == 0 and ship("--force", speed=2.0) == 0
+    against = measure(tmp_path / "old.json", 4.0, out, full=5.5)
+    assert ship("--against", str(against), speed=4.1, full=5.5) == 0
 
 
 def test_bad_input_is_one_line(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
