@@ -17,7 +17,7 @@ from masw.eagle import before
 from masw.eagle_draft import EagleDraft
 from masw.engine import Settings, Target, generate
 from masw.errors import UsageError
-from masw.gamma import Offer
+from masw.gamma import DRAFT, Choice, Offer
 from masw.memory import Memory
 from masw.methods import HYBRID, METHODS, MemoryOptions, method_named
 from masw.prefill import Progress, Reader
@@ -536,10 +536,12 @@ class Scripted:
     def __init__(self, most: int) -> None:
         self.gammas, self.told = iter([3, 0, 0, 5, 1, 0, 8, *[0] * 18, 4, 4]), []
 
-    def choose(self, room: int) -> int:
-        return min(next(self.gammas, 2), room)
+    def choose(self, room: int, offers: Sequence[Offer] = (DRAFT,)) -> Choice:
+        return Choice(min(next(self.gammas, 2), room), offers[0] if offers else DRAFT)
 
-    def learn(self, drafted: int, accepted: int, draft_ms: float, verify_ms: float, round_ms: float) -> None:
+    def learn(
+        self, drafted: int, accepted: int, draft_ms: float, verify_ms: float, round_ms: float, offer: Offer = DRAFT
+    ) -> None:
         assert 0 <= draft_ms + verify_ms <= round_ms + 1e-6
         self.told.append((drafted, accepted))
 
@@ -569,7 +571,7 @@ def test_adaptive_gamma_is_lossless(method: str) -> None:
     result = run(Target(TARGET, 100), drafter_for(method, NOISY), PROMPT, Settings(40, 8, adaptive=True))
     assert result.tokens == TEXT
     gammas = [e.data["gamma"] for e in result.recorder.trace.of("verify")]
-    assert gammas[0] == 8 and max(gammas) <= 8
+    assert gammas[0] == (8 if method != "none" else 0) and max(gammas) <= 8
 
 
 # ---- rejected drafts leave no trace
@@ -588,8 +590,8 @@ def test_after_any_verdicts_memories_are_those_that_read_the_text(
         return Verdict(random.randint(0, drafted), random.randrange(61), drafted), [0.5] * drafted
 
     class AnyGamma(Scripted):
-        def choose(self, room: int) -> int:
-            return min(random.choice([0, 1, 1, 2, 3, 5, 8]), room)
+        def choose(self, room: int, offers: Sequence[Offer] = (DRAFT,)) -> Choice:
+            return Choice(min(random.choice([0, 1, 1, 2, 3, 5, 8]), room), random.choice(list(offers) or [DRAFT]))
 
     monkeypatch.setattr("masw.engine.judge", any_verdict)
     monkeypatch.setattr("masw.engine.Adaptive", AnyGamma)

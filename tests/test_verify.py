@@ -19,6 +19,7 @@ from torch import Tensor
 from masw.config import MemoryShape
 from masw.engine import Settings, Target
 from masw.errors import UsageError
+from masw.gamma import DRAFT, Choice, Offer
 from masw.methods import METHODS, MemoryOptions
 from masw.verify import Sampling, Verdict, accept, accept_greedy, accept_probability, distribution, draw, likeliest, residual
 from tests.helpers import drafter_for, noisy, reference_logits, run, tiny_config, tiny_decoder
@@ -316,10 +317,12 @@ class Streak:
     def __init__(self, most: int) -> None:
         self.next = 1
 
-    def choose(self, room: int) -> int:
-        return min(self.next, room)
+    def choose(self, room: int, offers: Sequence[Offer] = (DRAFT,)) -> Choice:
+        return Choice(min(self.next, room), offers[0] if offers else DRAFT)
 
-    def learn(self, drafted: int, accepted: int, *times: float) -> None:
+    def learn(
+        self, drafted: int, accepted: int, draft_ms: float, verify_ms: float, round_ms: float, offer: Offer = DRAFT
+    ) -> None:
         self.next = accepted + 1 if drafted == 0 or accepted else 0
 
 
