@@ -17,7 +17,7 @@ from masw.recorder import Recorder
 
 SHORTEST = 2
 """Tokens that must match before a copy is preferred to the model. Behind one, half a token of a block was right, behind two 1.2
-(docs/LOG.md), which at no cost of drafting is more a second than any model of the CPU pairs brings; `--gamma auto` measures instead."""
+(docs/LOG.md), which at no cost of drafting is more a second than a drafted block brought on most prompts; `--gamma auto` measures instead."""
 
 
 class CascadeDraft:

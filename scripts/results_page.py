@@ -36,7 +36,8 @@ Made by `python scripts/results_page.py` from the tables in `data/results`; [BEN
 their columns and say how to make them. Tokens/iter are means and include the target's own token; decoding and end to end are medians of
 ratios to `none`, in brackets each set's; "as `none`" counts outputs equal to the autoregressive one. Packed sets are several documents of
 a set joined, since single ones are too short. One document a set is an indication and no result: n stands at every table. Machines
-differ from table to table, and so do the adaptors that shipped when a table was made: compare within a table.
+differ from table to table, and so do masw itself (by the commit that is named; before 2bdaa7f a method with `lookup` copied behind three
+recurring tokens, since it behind two) and the adaptors that shipped when a table was made: compare within a table.
 """
 
 

@@ -25,7 +25,7 @@ from masw.gamma import (
     best,
     between,
     parse,
-)  # fmt: skip
+)
 
 
 @dataclass

@@ -74,9 +74,8 @@ def test_an_adaptor_is_shipped_with_its_measure(script: ModuleType, tmp_path: Pa
     assert ship(speed=4.5, full=5.5) == 2  # on other answers
     against = measure(tmp_path / "old.json", 4.45, out, full=5.5)
     assert ship("--against", str(against), speed=4.46, full=5.5) == 2
-    assert (
-        ship("--against", str(measure(tmp_path / "old.json", 4.45, source, full=5.5)), speed=4.6, full=5.5) == 2
-    )  # not of that file
+    against = measure(tmp_path / "old.json", 4.45, source, full=5.5)  # not of the file there
+    assert ship("--against", str(against), speed=4.6, full=5.5) == 2
     other = tmp_path / "other" / source.name  # the measure of another file, called the same
     adaptor.save(other, tokens=8)
     assert ship(of=other, speed=5.0) == 2

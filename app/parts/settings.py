@@ -87,7 +87,7 @@ def options(chosen: list[str]) -> tuple[RunOptions, ...]:
         help="The target checks all of them in one pass. A block and the slots in it must fit the rollback window of 16 tokens.",
     )  # fmt: skip
     adaptive = st.toggle(
-        "γ as pays, at most so many", key="auto", bind="query-params", disabled=not drafting,
+        "Choose γ each round, up to this", key="auto", bind="query-params", disabled=not drafting,
         help="Each round drafts as many tokens as pay on the times and the acceptance of the rounds before, none where none do. A method "
         "that can draft or copy takes what has paid more.",
     )  # fmt: skip
