@@ -45,7 +45,7 @@ drawn = figures.training_curve(logs, value="agreement", template=template)
 show(drawn)
 
 # %% [markdown]
-# **Takeaway.** A plain copy starts far below the window alone: hundreds of entries that look like tokens and say nothing true. Training first has to undo that. A quiet start begins at the window's level. `mean` and `last` end above the window on the mean of their held-out rows: slots have begun to carry something. `last` gets there within 100K tokens. For smollm2 `match` goes on rising where the run before it had stopped; for qwen2.5-coder it falls while its rate is high and comes back as that falls, from and to a level well above `last`, though rows differ.
+# **Takeaway.** A plain copy starts far below the window alone: hundreds of entries that look like tokens and say nothing true. Training first has to undo that. A quiet start begins at the window's level. `mean` and `last` end above the window on the mean of their held-out rows: slots have begun to carry something. `last` gets there within 100K tokens. For smollm2 `match` goes on rising where the run before it had stopped; for qwen2.5-coder it falls while its rate is high and comes back as that falls, from and to a level above that of `last`, though rows differ.
 
 # %%
 held = {name: [(r["tokens"], r["agreement"]) for r in lines if r["kind"] == "measure"] for name, lines in logs.items()}
